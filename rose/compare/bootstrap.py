@@ -28,14 +28,16 @@ _T_95 = (
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and its 95% interval; the interval is None where the data cannot give one."""
+    """Value and its 95% interval (low, high); the interval is None where the data cannot give
+    one.
+    """
 
     value: float
     ci95: Interval | None
 
 
 def _tail_probability(units: int) -> float:
-    """Tail of the expanded percentile interval for `units` units.
+    """Return the probability to cut off at each end of the percentile interval for `units` units.
 
     The plain percentile bootstrap is too narrow for few units; Hesterberg (2015), "What teachers
     should know about the bootstrap", widens it to what a t interval would cover.
@@ -45,7 +47,9 @@ def _tail_probability(units: int) -> float:
 
 
 def _interval(replicates: Floats, units: int) -> Interval | None:
-    """The interval of bootstrap replicates, or None when some are not numbers."""
+    """Return the 95% interval of bootstrap replicates; None for fewer than two units, or if a
+    replicate is NaN.
+    """
     if units < 2 or bool(np.isnan(replicates).any()):
         return None
     tail = _tail_probability(units)
@@ -58,9 +62,10 @@ def estimate_of_sums(
     statistic: Callable[[Sequence[Floats]], Floats],
     seed: int,
 ) -> Estimate:
-    """Return a statistic of sums over units, with each group's units resampled apart from others'.
+    """Return a statistic of column sums over units, with its interval; each group's units are
+    resampled by themselves.
 
-    groups: each [units, columns]. `statistic` is given each group's sums [..., columns].
+    groups: arrays [units, columns]. statistic: called with each group's sums [..., columns].
     """
     rng = np.random.default_rng(seed)
     arrays = [np.array(group, dtype=np.float64) for group in groups]
@@ -75,20 +80,25 @@ def estimate_of_sums(
 
 
 def ratio(sums: Floats) -> Floats:
-    """Return the ratio of columns 0 and 1."""
+    """Return column 0 divided by column 1 of sums [..., columns]."""
     found: Floats = sums[..., 0] / sums[..., 1]
     return found
 
 
 def ratio_of_ratios(sums: Sequence[Floats]) -> Floats:
-    """Return the ratio of columns 0 and 1 over that of columns 2 and 3."""
+    """Return (column 0 / column 1) / (column 2 / column 3) of the first group's sums [...,
+    columns].
+    """
     return ratio(sums[0]) / ratio(sums[0][..., 2:])
 
 
 def mean_difference(
     before: Sequence[Sequence[float]], after: Sequence[Sequence[float]], seed: int
 ) -> Estimate:
-    """Mean of all samples after minus before, each given as units of samples; none is empty."""
+    """Return the mean of all samples in `after` minus that in `before`, with its interval.
+
+    Both are units of samples, none empty; whole units are resampled.
+    """
     groups = [[(math.fsum(unit), len(unit)) for unit in units] for units in (after, before)]
     return estimate_of_sums(groups, lambda sums: ratio(sums[0]) - ratio(sums[1]), seed)
 
@@ -96,19 +106,26 @@ def mean_difference(
 def ratio_of_rates(
     above: Sequence[tuple[float, float]], below: Sequence[tuple[float, float]], seed: int
 ) -> Estimate:
-    """Ratio of two rates over paired blocks, each block given as (amount, duration)."""
+    """Return the rate of `above` over the rate of `below`, with its interval.
+
+    Each is a list of blocks (amount, duration), paired by index.
+    """
     pairs = [(*a, *b) for a, b in zip(above, below, strict=True)]
     return estimate_of_sums([pairs], ratio_of_ratios, seed)
 
 
 def paired_difference(pairs: Sequence[Sequence[tuple[float, float]]], seed: int) -> Estimate:
-    """Mean of (first - second) over all pairs, resampling whole windows of pairs; none is empty."""
+    """Return the mean of first minus second over all pairs, with its interval; whole windows of
+    pairs are resampled, none is empty.
+    """
     units = [(math.fsum(a - b for a, b in window), len(window)) for window in pairs]
     return estimate_of_sums([units], lambda sums: ratio(sums[0]), seed)
 
 
 def percentile(values: Floats | Sequence[float], percent: float) -> float:
-    """A percentile that is one of the values; a failed request counts as infinitely late."""
+    """Return the percentile of values without interpolation, so it is one of them; a failed request
+    counts as infinity.
+    """
     return float(np.percentile(np.asarray(values), percent, method="inverted_cdf"))
 
 
@@ -123,7 +140,9 @@ class PairedWindow:
 def _resampled_percentiles(
     windows: Sequence[Sequence[float]], percent: float, copies: Floats
 ) -> Floats:
-    """Percentile of each resample; `copies[r, w]` says how often resample r took window w."""
+    """Return an array with the percentile of each resample; resample r has the values of window w
+    `copies[r, w]` times.
+    """
     values = np.concatenate([np.asarray(window, dtype=np.float64) for window in windows])
     window_of = np.repeat(np.arange(len(windows)), [len(window) for window in windows])
     order = np.argsort(values, kind="stable")
@@ -136,12 +155,18 @@ def _resampled_percentiles(
 
 
 def percentile_estimate(windows: Sequence[Sequence[float]], percent: float, seed: int) -> Estimate:
-    """Percentile of all values, resampling whole windows; none is empty."""
+    """Return the percentile of all values, with its interval; whole windows are resampled, none is
+    empty.
+    """
     return ratio_of_percentiles([PairedWindow(w, [1.0] * len(w)) for w in windows], percent, seed)
 
 
 def ratio_of_percentiles(windows: Sequence[PairedWindow], percent: float, seed: int) -> Estimate:
-    """Percentile of all `above` over that of all `below`, resampling whole windows."""
+    """Return the percentile of all `above` over that of all `below`, with its interval; whole
+    windows are resampled.
+
+    The value is NaN where the lower percentile is 0 or infinite.
+    """
     rng = np.random.default_rng(seed)
     even = np.full(len(windows), 1 / len(windows))
     # The first row is the sample itself: every window once.

@@ -17,12 +17,18 @@ TOKENS = "rose_guest_tokens_total"
 
 
 class CountersRestartedError(RoseError):
-    """A counter went back: the node's daemon was started anew in between."""
+    """Error: a counter decreased or buckets changed between two readings, so the node's daemon or
+    targets changed.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class HostLatencies:
-    """buckets: requests up to each bound in seconds, the last one infinite. sum_s: of all."""
+    """Histogram of a host's latencies. buckets: number of requests up to each bound in seconds, the
+    last one infinite.
+
+    sum_s: sum of all latencies in seconds. count: number of them.
+    """
 
     buckets: Mapping[float, float]
     sum_s: float
@@ -31,7 +37,11 @@ class HostLatencies:
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """Counters since the daemon's start, or between two readings. tokens: the guests'."""
+    """Counters of one host since its daemon's start, or between two readings. met, missed: requests
+    by their targets.
+
+    tokens: sampled by the node's guests.
+    """
 
     ttft: HostLatencies
     tpot: HostLatencies
@@ -41,7 +51,7 @@ class HostReading:
 
     @property
     def requests(self) -> float:
-        """That were judged by their targets."""
+        """Number of requests that were compared with their targets."""
         return self.met + self.missed
 
 
@@ -50,7 +60,10 @@ Series = Mapping[str, list[tuple[Mapping[str, str], float]]]
 
 
 def reading_of(text: str, host: str = "") -> HostReading:
-    """Return a host's counters on a metrics page; "" is the only host. Raises ConfigError."""
+    """Return a host's counters from the text of a node's /metrics. Raises ConfigError.
+
+    host: its name, or "" for the only host of the node.
+    """
     found = _series(text)
     missing = [name for name in (f"{TTFT}_count", f"{TPOT}_count", REQUESTS) if name not in found]
     if missing:
@@ -89,7 +102,7 @@ def _series(text: str) -> Series:
 
 
 def _total(found: Series, name: str, **wanted: str) -> float:
-    """Return the sum of the samples with these labels."""
+    """Return the sum of the samples of this name that have these labels, 0 without any."""
     return sum(
         (value for labels, value in found.get(name, []) if wanted.items() <= labels.items()), 0.0
     )
@@ -106,7 +119,10 @@ def _latencies(found: Series, name: str) -> HostLatencies:
 
 
 def between(earlier: HostReading, later: HostReading) -> HostReading:
-    """Return the difference of two readings. Raises CountersRestartedError."""
+    """Return the counters' increase from one reading to a later one.
+
+    Raises CountersRestartedError.
+    """
     return HostReading(
         _difference(earlier.ttft, later.ttft),
         _difference(earlier.tpot, later.tpot),

@@ -36,7 +36,9 @@ LEAST_SETTLE_S, LONGEST_SETTLE_S = 1.0, 600.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """pairs: of blocks. block_s: of each, measured. settle_s: after each switch, not measured."""
+    """Times of a comparison: number of pairs of blocks, measured seconds of each block, and seconds
+    after each switch that are not measured.
+    """
 
     pairs: int = 12
     block_s: float = 120.0
@@ -54,13 +56,17 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Duration of the whole plan."""
+        """Duration of the whole plan in seconds."""
         return 2 * self.pairs * (self.settle_s + self.block_s)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """One stretch of time; lends: whether the guests may work in it."""
+    """One block of a plan.
+
+    lends: True if the guests may work in it. begins_s: start of its measurement, in seconds from
+    the plan's start.
+    """
 
     pair: int
     lends: bool
@@ -68,7 +74,9 @@ class PlannedBlock:
 
 
 def blocks_of(plan: Plan) -> list[PlannedBlock]:
-    """All blocks in their order; begins_s: of the measurement, from the start on."""
+    """Return all blocks of a plan in their order; the order within each pair is drawn from the
+    plan's seed.
+    """
     drawn = random.Random(plan.seed)  # noqa: S311 -- an order, no secret
     blocks: list[PlannedBlock] = []
     for pair in range(plan.pairs):
@@ -80,7 +88,7 @@ def blocks_of(plan: Plan) -> list[PlannedBlock]:
 
 
 def shown_plan(plan: Plan) -> list[str]:
-    """Return the schedule, a line a block."""
+    """Return the plan's schedule as lines of text: a total, then a line for each block."""
     lines = [
         f"{2 * plan.pairs} blocks of {plan.block_s:g} s, {plan.settle_s:g} s to settle before"
         f" each: {plan.seconds / 60:.0f} min"
@@ -95,7 +103,11 @@ def shown_plan(plan: Plan) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """Switches of a node's guests. cluster: the operator's stop. leased: guests with a lease."""
+    """Harvest modes that are set now.
+
+    cluster: the operator's for all guests. guests: each guest's own. leased: guests that have a
+    lease.
+    """
 
     cluster: Mode
     guests: Mapping[str, Mode]
@@ -103,32 +115,35 @@ class Switches:
 
 
 class Lending(Protocol):
-    """The scheduler, as a comparison uses it."""
+    """Protocol of the scheduler's switches, as a comparison uses them."""
 
     def switches(self) -> Switches:
-        """Return the modes that are set now. Raises RoseError."""
+        """Return the harvest modes that are set now. Raises RoseError."""
         ...
 
     def switch(self, guest: str, mode: Mode) -> None:
-        """Set the switch of one guest. Raises RoseError."""
+        """Set the harvest mode of one guest. Raises RoseError."""
         ...
 
 
 class Clock(Protocol):
-    """Time as it passes; the module `time` is one."""
+    """Protocol of a clock; the module `time` is one."""
 
     def monotonic(self) -> float:
-        """Return seconds from some moment on."""
+        """Return monotonic seconds."""
         ...
 
     def sleep(self, seconds: float, /) -> None:
-        """Wait."""
+        """Block for so many seconds."""
         ...
 
 
 @dataclass(slots=True)
 class ComparisonRun:
-    """One comparison of a node's guests. on, off: the modes of the two arms."""
+    """One comparison of a node's guests.
+
+    read: reads the host's counters. on, off: harvest modes of the two arms.
+    """
 
     plan: Plan
     lending: Lending
@@ -141,9 +156,10 @@ class ComparisonRun:
     _before: Switches | None = None
 
     def measure(self) -> list[PairRead]:
-        """All pairs that were measured whole, in their order. Raises RoseError.
+        """Carry out the plan, and return the readings of each pair whose two blocks were measured.
+        Raises RoseError.
 
-        Whatever ends it, the switches are put back first.
+        Guests' modes are restored before it ends, in whatever way it ends.
         """
         self._before = before = self.lending.switches()
         self._check(before)
@@ -208,7 +224,7 @@ class ComparisonRun:
             self.clock.sleep(LOOK_S)
 
     def _ours(self, now: Switches) -> None:
-        """Raise RefusedError where somebody else has changed what this run measures."""
+        """Raise RefusedError if somebody else has changed a mode that this run has set."""
         if now.cluster != self.on:
             raise RefusedError("somebody stopped lending meanwhile: the comparison ends")
         for guest, mode in self._set.items():
@@ -219,7 +235,9 @@ class ComparisonRun:
                 )
 
     def _put_back(self) -> None:
-        """Restore the earlier modes, except where someone else has set one since."""
+        """Restore the earlier modes, except where someone else has set one since; report it through
+        `say` if that fails.
+        """
         assert self._before is not None
         until_s = self.clock.monotonic() + BACK_S
         left = {g: self._before.guests[g] for g, mode in self._set.items() if mode != self.on}

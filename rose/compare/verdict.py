@@ -23,7 +23,7 @@ PERCENTS = (50, 90, 99)
 
 
 class Verdict(StrEnum):
-    """Verdict on a limit."""
+    """Verdict on a limit. OPEN: the data does not decide. SHOWN: the value has no limit."""
 
     HOLDS = "holds"
     FAILS = "FAILS"
@@ -33,7 +33,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ComparisonLimits:
-    """max_loss: of the share of requests within both targets. max_ratio: of mean latencies."""
+    """Limits of a comparison.
+
+    max_loss: of the share of requests within both targets. max_ratio: of mean latencies, on over
+    off.
+    """
 
     max_loss: float = 0.001
     max_ratio: float = 1.05
@@ -41,7 +45,7 @@ class ComparisonLimits:
 
 @dataclass(frozen=True, slots=True)
 class PairRead:
-    """Two neighbouring blocks, as their hosts' requests experienced them."""
+    """Readings of one pair of neighbouring blocks: with lending on, and with it off."""
 
     on: HostReading
     off: HostReading
@@ -49,7 +53,9 @@ class PairRead:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One row; `estimate` is on minus off of shares, on over off of latencies."""
+    """One row of a comparison: the value in each arm, and their difference (shares) or ratio on
+    over off (latencies).
+    """
 
     name: str
     on: float | None
@@ -61,7 +67,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All rows. missing: what is needed for a verdict, in words; "" when there is one."""
+    """All rows of a comparison. missing: what a verdict still needs, in words; "" if nothing."""
 
     findings: tuple[Finding, ...]
     requests_on: int
@@ -71,7 +77,9 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on all limits together."""
+        """Verdict on all limits together: FAILS if one fails, else OPEN if one is open or data is
+        missing, else HOLDS.
+        """
         found = {finding.verdict for finding in self.findings}
         if self.missing:
             return Verdict.OPEN
@@ -79,7 +87,10 @@ class Comparison:
 
 
 def compared(pairs: Sequence[PairRead], limits: ComparisonLimits, seed: int) -> Comparison:
-    """Return the comparison that the pairs of blocks give."""
+    """Return the comparison that the measured pairs of blocks give.
+
+    seed: of the intervals' resampling.
+    """
     on = sum(pair.on.requests for pair in pairs)
     off = sum(pair.off.requests for pair in pairs)
     tokens = sum(pair.on.tokens for pair in pairs)
@@ -89,7 +100,11 @@ def compared(pairs: Sequence[PairRead], limits: ComparisonLimits, seed: int) -> 
 
 
 def lacking(pairs: int, on: float, off: float, tokens: float) -> str:
-    """Return what is missing for a verdict, "" if nothing is."""
+    """Return what is missing for a verdict, in words; "" if nothing is. on, off: requests in each
+    arm.
+
+    tokens: sampled by guests.
+    """
     fewest = min(on, off)
     if fewest < MIN_REQUESTS:
         a_pair = fewest / pairs if pairs else 0.0
@@ -143,7 +158,9 @@ def _of_rows(
     limit: str,
     meets: Callable[[float], bool],
 ) -> Finding:
-    """Return the finding of rows (amount on, count on, amount off, count off)."""
+    """Return the finding of rows (amount on, count on, amount off, count off), whose values are
+    amount over count.
+    """
     on, on_count, off, off_count = (sum(column) for column in zip(*rows, strict=True))
     return Finding(
         name,
@@ -200,7 +217,9 @@ def _arms(sums: Floats, bounds: Floats, percent: float) -> tuple[Floats, Floats]
 
 
 def _percentile(counts: Floats, bounds: Floats, percent: float) -> Floats:
-    """Percentile of cumulative counts [..., bounds], interpolated; NaN beyond the last bound."""
+    """Return the percentile of cumulative counts [..., bounds], interpolated between bounds; NaN
+    beyond the last finite bound.
+    """
     rank = counts[..., -1:] * percent / 100
     at = np.argmax(counts >= rank, axis=-1)
     low_s = np.concatenate(([0.0], bounds[:-1]))[at]
@@ -227,7 +246,9 @@ def _finite(value: float) -> float | None:
 
 
 def _judged(estimate: Estimate | None, meets: Callable[[float], bool]) -> Verdict:
-    """HOLDS and FAILS only where the whole interval does."""
+    """Return HOLDS if both ends of the interval meet the limit, FAILS if neither does, OPEN
+    otherwise or without an interval.
+    """
     if estimate is None or estimate.ci95 is None:
         return Verdict.OPEN
     ends = [meets(end) for end in estimate.ci95]

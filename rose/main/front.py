@@ -28,7 +28,7 @@ parser = front_parser
 
 
 def main(argv: list[str]) -> int:
-    """Serve until SIGTERM or SIGINT, then return 0. Raises RoseError with one line."""
+    """Run `rose front` until SIGTERM or SIGINT, then return 0. Raises RoseError with one line."""
     log_to_stderr(logging.WARNING)
     raise_descriptor_limit()
     settings = parse_front(argv)
@@ -57,7 +57,10 @@ async def _serve(settings: FrontSettings, publisher: VersionPublisher, roots: We
 async def listening(
     settings: FrontSettings, publisher: VersionPublisher, roots: WeightRoots
 ) -> AsyncIterator[int]:
-    """Serve a front and yield its port. Raises ConfigError."""
+    """Serve a front while the block runs, and yield its port.
+
+    Raises ConfigError if it cannot listen.
+    """
     trainer = settings.trainer
     certificates = trainer.certificates()
     tokens = None

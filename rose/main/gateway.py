@@ -20,7 +20,9 @@ parser = gateway_parser
 
 
 def main(argv: list[str]) -> int:
-    """Serve until SIGTERM or SIGINT, then return 0; return 2 with one line for wrong input."""
+    """Run a gateway until SIGTERM or SIGINT, then return 0; write one line and return 2 for a
+    RoseError.
+    """
     log_to_stderr(logging.WARNING)
     try:
         raise_descriptor_limit()

@@ -34,7 +34,7 @@ _logger = logging.getLogger("rose.node")
 
 
 def parser(prog: str = "rose node") -> argparse.ArgumentParser:
-    """Return the parser of `rose node`."""
+    """Return the command-line parser of `rose node`."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=__doc__,
@@ -57,7 +57,11 @@ def parser(prog: str = "rose node") -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfig) -> int:
-    """Run a node whose file is read as `config`; return 2 with one line for bad input."""
+    """Run a node daemon until it is told to stop; return the exit code: 0, 2 after one line for bad
+    input, 130 for Ctrl-C.
+
+    config: class that reads the node's file.
+    """
     args = parser().parse_args(argv)
     log_to_stderr(logging.INFO)
     raise_descriptor_limit()

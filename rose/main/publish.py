@@ -20,7 +20,7 @@ MOST_PAUSE_S = 30.0
 
 
 def parser(prog: str = "rose publish") -> Parser:
-    """Return the parser of `rose publish`."""
+    """Return the command-line parser of `rose publish`."""
     parser = Parser(prog, description="Publish the checkpoints that a trainer saves.")
     parser.add_argument(
         "--watch", type=Path, required=True, metavar="DIR", help="holds step_N, checkpoint-N, …"
@@ -39,7 +39,10 @@ def parser(prog: str = "rose publish") -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Publish until SIGTERM or SIGINT, or once; return 0. Raises RoseError with one line."""
+    """Publish new checkpoints until SIGTERM or SIGINT, or with --once the newest one; return 0.
+
+    Raises RoseError with one line.
+    """
     log_to_stderr(logging.WARNING)
     options = vars(parser().parse_args(argv))
     settings = taken_trainer(options)

@@ -87,7 +87,10 @@ USAGE_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSettings:
-    """Settings of one scheduler process."""
+    """Settings of one scheduler process.
+
+    harvest: mode of a store that has none. jobs: those that exist before a trainer registers them.
+    """
 
     host: str
     port: int
@@ -132,14 +135,16 @@ class SchedulerSettings:
             raise ConfigError(f"{self.advertise!r} is no address; give --advertise HOST:PORT")
 
     def reached_at(self, port: int) -> str:
-        """Return the address that clients use, "" if it cannot be known here."""
+        """Return HOST:PORT by which clients reach a scheduler bound to `port`; "" if it binds all
+        addresses and none is advertised.
+        """
         if self.advertise or self.host in ("0.0.0.0", "::", ""):  # noqa: S104 - compared
             return self.advertise
         return host_port(self.host, port)
 
 
 def parser(prog: str = "rose scheduler") -> Parser:
-    """Return the parser of `rose scheduler`."""
+    """Return the command-line parser of `rose scheduler`."""
     parser = Parser(prog, description="Lease offered capacity to the job.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
@@ -206,7 +211,7 @@ def parser(prog: str = "rose scheduler") -> Parser:
 
 
 def settings_of(argv: Sequence[str]) -> SchedulerSettings:
-    """Parse options. Raises `ConfigError`."""
+    """Return settings from the words of a `rose scheduler` command line. Raises `ConfigError`."""
     args = parser().parse_args(argv)
     options = vars(args)
     names = {field.name for field in fields(SchedulerSettings)}
@@ -224,7 +229,10 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
 
 
 def standing_jobs(named: Sequence[str]) -> tuple[JobRecord, ...]:
-    """Return the jobs of `--job NAME[=MODEL]`. Raises `ConfigError`."""
+    """Return a record for each `--job NAME[=MODEL]`.
+
+    Raises `ConfigError` for invalid or repeated names.
+    """
     records = []
     for each in named:
         name, given, model = each.partition("=")
@@ -239,7 +247,10 @@ def standing_jobs(named: Sequence[str]) -> tuple[JobRecord, ...]:
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
-    """Serve until `stop` is set. Raises `RoseError` if it cannot start or go on."""
+    """Run a scheduler, as leader or standby, until `stop` is set.
+
+    Raises `RoseError` if it cannot start or continue.
+    """
     # Before anything that has a deadline: the client takes long to import.
     api = KubeApi.opened(settings.kubeconfig) if settings.kubernetes else None
     async with contextlib.AsyncExitStack() as stack:
@@ -317,9 +328,10 @@ async def _lead(
     lent: JsonlLog,
     api: KubeApi | None,
 ) -> None:
-    """Lead for one term, until cancelled, with a core built from the store.
+    """Lead for one term, with a core that is built from the store; it ends only by cancellation or
+    an error.
 
-    told: takes decisions, for the audit log and other listeners.
+    told: callback that gets each decision, for the audit log and other listeners.
     """
     saved = with_standing(load((await store.list("")).entries), settings.jobs)
     times = LeaseTimes(cooldown_s=settings.cooldown_s)
@@ -423,7 +435,9 @@ async def _run(settings: SchedulerSettings) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a scheduler; return 0 after SIGTERM or SIGINT, 2 with one line for bad input."""
+    """Run a scheduler until SIGTERM or SIGINT, then return 0; write one line and return 2 for a
+    RoseError.
+    """
     log_to_stderr(logging.WARNING)
     try:
         asyncio.run(_run(settings_of(argv)))
