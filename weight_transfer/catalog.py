@@ -26,18 +26,18 @@ LONGEST_TTL_S: Final = 120.0
 MOST_READER_CHARS: Final = 512
 MOST_SHARE = 0.3
 MOST_LEASED = 64
-"""Deltas that leases keep, from the newest on: whoever is further behind is better off with a base.
-Nobody can have a publisher keep everything."""
+"""Most deltas that leases keep, the newest: a reader further behind is better off with a base, and
+no reader can make a publisher keep everything."""
 MOST_READERS = 4_096
 MOST_OF_A_PEER = 256
 _SWEEP_EVERY_S = 1.0
 OWN = ""
-"""The publisher itself: nobody takes from it."""
+"""Peer name of the publisher's own leases; they count towards no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """One delta: bytes that cross a link to come from `parent` to `version`."""
+    """A published delta: its version, the parent it builds on, and its encoded bytes."""
 
     version: int
     parent: int
@@ -46,7 +46,10 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """Load `base` (None: go on from what is held), then apply `deltas` in order."""
+    """Plan to reach a version: load `base`, then apply `deltas` in order.
+
+    `base` None: continue from the held version. `wire_bytes`: encoded bytes of all steps.
+    """
 
     base: int | None
     deltas: tuple[int, ...]
@@ -54,14 +57,14 @@ class FetchPlan:
 
     @property
     def steps(self) -> tuple[tuple[int, bool], ...]:
-        """Versions in order, each with True where all of it is loaded."""
+        """(version, True for a base or False for a delta) of each step, in order."""
         base = () if self.base is None else ((self.base, True),)
         return (*base, *((version, False) for version in self.deltas))
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderPin:
-    """A reader that has `version` and may still ask for anything after it, until `expires_s`."""
+    """Lease of a reader that holds `version`: until `expires_s` nothing after it is deleted."""
 
     reader: str
     version: int
@@ -70,7 +73,7 @@ class ReaderPin:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """`bases`: bytes by version. `deltas`: each version has one at most."""
+    """Published bases (encoded bytes by version) and deltas (one at most for each version)."""
 
     bases: Mapping[int, int] = field(default_factory=dict)
     deltas: tuple[Published, ...] = ()
@@ -84,19 +87,19 @@ class Catalog:
 
     @property
     def newest(self) -> int | None:
-        """The newest version that can be reached, None without any."""
+        """Newest version that a base and deltas lead to; None if there is none."""
         return max(self._cheapest(None), default=None)
 
     @property
     def _greatest(self) -> int | None:
-        """The newest version, whether or not a base leads to it."""
+        """Greatest published version number, reachable from a base or not; None without any."""
         return max((*self.bases, *(delta.version for delta in self.deltas)), default=None)
 
     def plan(self, held: int | None, target: int) -> FetchPlan:
-        """The fewest bytes from what is held (None: nothing) to `target`.
+        """Return the plan with the fewest wire bytes from version `held` to `target`.
 
-        Raises CatalogError when no base and no delta lead there. Of equal bytes the way without a
-        base is taken: it keeps what is there.
+        `held` None: nothing is held. Of equal bytes the plan without a base is returned. Raises
+        CatalogError when no base and no deltas lead there.
         """
         ways = self._cheapest(held)
         if target not in ways:
@@ -112,7 +115,8 @@ class Catalog:
         return FetchPlan(base, tuple(reversed(deltas)), ways[target].wire_bytes)
 
     def _cheapest(self, held: int | None) -> dict[int, _Way]:
-        """The last step of the cheapest way to each version: O(deltas) of memory, however long."""
+        """Return the last step of the plan with the fewest bytes, by version that can be
+        reached."""
         best = {version: _Way(size, True) for version, size in self.bases.items()}
         if held is not None:
             best[held] = _Way(0, False)
@@ -128,10 +132,11 @@ class Catalog:
         return best
 
     def base_due(self) -> bool:
-        """Return True if the newest version needs a base: to join takes too much without.
+        """Return True if a new base of the newest version should be published for joining readers.
 
-        No base leads to it, or the way there has more than MOST_DELTAS deltas, or deltas of more
-        than MOST_SHARE of the base before them.
+        So it is when no base leads to the newest version, when more than MOST_DELTAS deltas follow
+        the base, or when these deltas have more than MOST_SHARE of the base's bytes. False for an
+        empty catalog.
         """
         newest = self.newest
         if newest is None or newest != self._greatest:
@@ -142,10 +147,11 @@ class Catalog:
         return len(plan.deltas) > MOST_DELTAS or plan.wire_bytes - size > MOST_SHARE * size
 
     def needed(self, leases: Iterable[ReaderPin], now_s: float) -> Needed:
-        """Return what must stay: the way to the newest version for a joiner and each leased reader.
+        """Return the versions whose bases and deltas must not be deleted at `now_s`.
 
-        This includes a reader whose way is a base now: its chain stays while its lease lives, since
-        it may be in the middle of it. Leases keep at most the newest MOST_LEASED deltas.
+        They are those on the cheapest way to the newest version for a joining reader, and
+        everything after the oldest version that a live lease holds, but at most the newest
+        MOST_LEASED deltas. All is needed while no base leads to the newest version.
         """
         newest = self.newest
         # Without a base that leads to the newest a joiner begins with the first delta.
@@ -165,7 +171,7 @@ class Catalog:
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """Versions whose base, and whose delta, must not be deleted."""
+    """Versions whose base must not be deleted, and versions whose delta must not be deleted."""
 
     bases: frozenset[int]
     deltas: frozenset[int]
@@ -173,7 +179,8 @@ class Needed:
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """Last step to a version: a delta from `before`, or the base or what is held."""
+    """Last step of the cheapest way to a version: a delta from `before`, None: a base or held
+    version."""
 
     wire_bytes: int
     from_base: bool
@@ -182,15 +189,15 @@ class _Way:
 
     @property
     def worth(self) -> tuple[int, bool, int]:
-        """Sort key: the smaller of two ways is taken."""
+        """Sort key of ways: fewer wire bytes, then without a base, then fewer deltas."""
         return self.wire_bytes, self.from_base, self.steps
 
 
 class ReadLeases:
-    """By reader; each is at a version and may ask for anything after it. The clock is handed in.
+    """Read leases, by peer address and reader name, at a publisher; the clock is handed in.
 
-    began_s: when the publisher began. It knows nothing of the leases of its earlier life, which
-    their readers renew within LONGEST_TTL_S.
+    began_s: start of the publisher. Leases of its earlier process are unknown; their readers renew
+    them within LONGEST_TTL_S.
     """
 
     def __init__(self, began_s: float) -> None:
@@ -199,13 +206,19 @@ class ReadLeases:
         self._swept_s = began_s
 
     def settled(self, now_s: float) -> bool:
-        """Return True once every lease of an earlier process was renewed or has expired."""
+        """Return True once LONGEST_TTL_S has passed since the start, so that no older lease is
+        unknown."""
         return now_s >= self._settled_s
 
     def take(
         self, reader: str, version: int, ttl_s: float, now_s: float, peer: str = OWN
     ) -> ReaderPin:
-        """Take or renew; a reader of a peer has one lease. Raises ReadLeaseError."""
+        """Take or renew the lease of a peer's reader and return it; it lasts LONGEST_TTL_S at most.
+
+        At a peer's limit its oldest lease is dropped, at the limit of all peers one of the peer
+        with the most. Raises ReadLeaseError for an empty or long name, a negative version, or a bad
+        `ttl_s`.
+        """
         named = 0 < len(reader) <= MOST_READER_CHARS
         if not named or version < 0 or not isfinite(ttl_s) or ttl_s <= 0:
             raise ReadLeaseError("a lease needs a reader, a version and a ttl_s above 0")
@@ -218,7 +231,7 @@ class ReadLeases:
         return lease
 
     def live(self, now_s: float) -> list[ReaderPin]:
-        """Return the leases that have not expired."""
+        """Return the leases that have not expired, and remove the expired ones."""
         for peer, held in list(self._by_peer.items()):
             for reader in [r for r, each in held.items() if each.expires_s <= now_s]:
                 del held[reader]

@@ -40,9 +40,10 @@ _DELTA, _BASE, _APART = ".manifest", ".base.manifest", "@"
 
 @contextmanager
 def draft(out: Path, *, folder: bool = False) -> Iterator[Path]:
-    """A path to write a file or a folder to; it becomes `out` when the block ends well.
+    """Yield a temporary path to write a file or folder to.
 
-    Raises StoreError when `out` exists or has no place. Nothing is left of a block that fails.
+    Rename it to `out` if the block succeeds. Raises StoreError when `out` exists or its parent
+    folder does not. After a failed block nothing is left on disk.
     """
     if out.exists():
         raise StoreError(f"{out} exists; remove it or choose another name")
@@ -61,7 +62,7 @@ def draft(out: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def sync(folder: Path) -> None:
-    """Make what was renamed in a folder survive a crash."""
+    """Flush a folder's entries to disk, so that files renamed into it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -70,12 +71,15 @@ def sync(folder: Path) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file, as `open(..., opener=private)` asks for it; a new one is its owner's alone."""
+    """Open a file and return its descriptor; a new file gets mode 0600.
+
+    Use it as `open(..., opener=private)`.
+    """
     return os.open(path, flags, 0o600)
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder that only its owner may enter, whatever an older version made of it."""
+    """Create a folder with mode 0700; remove other users' access if the folder already exists."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.stat().st_mode & 0o077:
         path.chmod(0o700)
@@ -83,7 +87,7 @@ def private_folder(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A chunk (`name` is its own) or a manifest (`name` is its file's)."""
+    """A file of the store: a chunk, named by its digest, or a manifest, named by its file name."""
 
     name: str
     path: Path
@@ -92,7 +96,7 @@ class StoredFile:
 
 
 class ChunkStore:
-    """Immutable chunks and manifests under one directory; safe for one writer per name."""
+    """Immutable chunks and signed manifests in one folder; safe for one writer per name."""
 
     def __init__(self, root: Path) -> None:
         self.chunks_dir = root / "chunks"
@@ -105,37 +109,46 @@ class ChunkStore:
             private_folder(folder)
 
     def put(self, encoded: bytes) -> str:
-        """Store a chunk durably and return its name; one that is here and sound is not written."""
+        """Store a chunk durably and return its name, the BLAKE3 of its bytes.
+
+        Skip a sound stored copy.
+        """
         name = chunk_id(encoded)
         if not self.sound(name):
             _write_durably(self.chunks_dir / name, (encoded,))
         return name
 
     def part_path(self, name: str) -> Path:
-        """Return the path of a chunk that is being received."""
+        """Return the path of the partial file of a chunk that is being received."""
         return self._parts_dir / name
 
     def open_part(self, name: str) -> BinaryIO:
-        """The file of a chunk that is on its way, to be read and appended to."""
+        """Open the partial file of a chunk that is being received, for reading and appending."""
         return open(self.part_path(name), "a+b", opener=private)
 
     def adopt(self, name: str, part: BinaryIO) -> None:
-        """Store the chunk whose part file, open here, the caller has proved whole."""
+        """Move the partial file of a chunk into the store durably.
+
+        The caller has verified its digest.
+        """
         part.flush()
         os.fsync(part.fileno())
         self.part_path(name).replace(self.chunks_dir / name)
         sync(self.chunks_dir)
 
     def has(self, name: str) -> bool:
-        """Return True if a chunk is stored; a file has its name only once it is durable."""
+        """Return True if a chunk's file exists; its bytes are not verified."""
         return (self.chunks_dir / name).is_file()
 
     def get(self, name: str) -> bytes:
-        """Return a chunk, verified against its name."""
+        """Return a chunk's bytes, verified against its name.
+
+        Raises ChunkMissingError, ChunkDigestError.
+        """
         return read_chunk(self.chunks_dir, name)
 
     def sound(self, name: str) -> bool:
-        """Return True if a chunk is stored and has the bytes that its name promises."""
+        """Return True if a chunk is stored and its bytes have the digest that is its name."""
         try:
             self.get(name)
         except (ChunkMissingError, ChunkDigestError):
@@ -143,9 +156,10 @@ class ChunkStore:
         return True
 
     def mend(self, name: str) -> bool:
-        """Remove a chunk that is not what its name says, for it to be fetched again.
+        """Delete a stored chunk whose bytes are damaged, so that it is fetched again.
 
-        Returns whether it was so.
+        Returns True if it was damaged and deleted, False if it is sound or not stored. A damaged
+        one is counted and logged.
         """
         damaged = self.has(name) and not self.sound(name)
         if damaged:
@@ -157,11 +171,13 @@ class ChunkStore:
     def put_manifest(
         self, manifest: Manifest, origin: int | None = None, *, jobs: bool = False
     ) -> Path:
-        """Publish a version: refused unless every chunk is durable, final once written.
+        """Publish a version by writing its manifest durably.
 
-        The same version may come again, signed anew: the one that expires last is kept.
-        Chunks of other origins than this store's are vouched for by the ranks that put them there.
-        jobs: the store of a reader, where a version of another job may have the same number.
+        Return the path of the manifest's file. Raises StoreError if a chunk of `origin` is not
+        stored, or if the version is published with other weights. A manifest that differs in its
+        times and signature alone replaces the stored one if it expires later. Chunks of other
+        origins are not checked. jobs: True for a reader's store, where another job's version of the
+        same number gets a file name of its own.
         """
         missing = [c.id for c in manifest.chunks if c.origin == origin and not self.has(c.id)]
         if missing:
@@ -182,29 +198,38 @@ class ChunkStore:
         return path
 
     def get_manifest(self, version: int, *, base: bool = False) -> Manifest:
-        """Return a published manifest; its signature is the reader's to check."""
+        """Return the manifest of a version's delta, or of its base; the signature is not verified.
+
+        Raises StoreError when it is not stored, ManifestError when it is damaged.
+        """
         path = self.manifest_path(version, base=base)
         if not path.is_file():
             raise StoreError(f"version {version} is not in this store")
         return Manifest.from_bytes(path.read_bytes())
 
     def find_manifest(self, version: int, *, base: bool = False) -> Manifest | None:
-        """Return a published manifest, None when it is not here or is damaged."""
+        """Return the manifest of a version's delta or base, None when it is missing or damaged."""
         manifest = _readable(self.manifest_path(version, base=base))
         # A file under another version's name is damage too.
         fits = manifest and (manifest.version, manifest.is_base) == (version, base)
         return manifest if fits else None
 
     def manifest_path(self, version: int, *, base: bool = False) -> Path:
-        """Return where a version's manifest is, or would be."""
+        """Return the path of the manifest of a version's delta or base; the file may not exist."""
         return self.manifests_dir / f"{version}{_BASE if base else _DELTA}"
 
     def apart_path(self, manifest: Manifest) -> Path:
-        """Return where a version is whose number another job's version has here."""
+        """Return the path of a manifest whose version number is another job's in this store.
+
+        The file may not exist.
+        """
         return self._apart(manifest.job, manifest.version, base=manifest.is_base)
 
     def manifest_bytes(self, job: str, version: int, *, base: bool = False) -> bytes | None:
-        """Return a version's manifest as it is stored, of whichever job for ""; None without."""
+        """Return the stored bytes of the manifest of a job's version; None when there is none.
+
+        An empty `job` accepts the version of any job.
+        """
         paths = [self.manifest_path(version, base=base)]
         if job:
             paths.append(self._apart(job, version, base=base))
@@ -222,11 +247,11 @@ class ChunkStore:
         return self.manifests_dir / f"{digest}{_APART}{version}{_BASE if base else _DELTA}"
 
     def versions(self) -> tuple[int, ...]:
-        """Return the versions that follow a parent, ascending."""
+        """Return the numbers of the versions that have a delta here, ascending."""
         return self._numbers(_DELTA)
 
     def bases(self) -> tuple[int, ...]:
-        """Return the versions that are here as a whole, ascending."""
+        """Return the numbers of the versions that have a base (all weights) here, ascending."""
         return self._numbers(_BASE)
 
     def _numbers(self, suffix: str) -> tuple[int, ...]:
@@ -234,9 +259,10 @@ class ChunkStore:
         return tuple(sorted(int(name) for name in names if name.isascii() and name.isdigit()))
 
     def catalog(self) -> Catalog:
-        """Return what is published here; a manifest is read again only where its file changed.
+        """Return the catalog of the bases and deltas in this store, with their encoded bytes.
 
-        A version whose manifest is damaged is left out and logged once.
+        Summaries of manifests are cached until the file changes. A version whose manifest is
+        damaged is left out, counted and logged once.
         """
         bases = [self._summary(version, base=True) for version in self.bases()]
         deltas = [self._summary(version, base=False) for version in self.versions()]
@@ -262,9 +288,9 @@ class ChunkStore:
         return known
 
     def drop(self, name: str) -> tuple[int, ...]:
-        """Remove a damaged or missing chunk and the manifests that name it; returns their versions.
+        """Delete a damaged or missing chunk and all manifests that name it.
 
-        A chunk that is sound stays, and so do its versions.
+        Return their versions, sorted. A sound chunk and its manifests stay, and the result is ().
         """
         if self.sound(name):
             return ()
@@ -280,7 +306,7 @@ class ChunkStore:
         return tuple(sorted(dropped))
 
     def drop_after(self, version: int) -> None:
-        """Remove the manifests of all later versions, which were announced to no reader."""
+        """Delete the manifests of all versions above `version`; their chunks stay."""
         for later, base in self._published_parts():
             if later > version:
                 self.manifest_path(later, base=base).unlink(missing_ok=True)
@@ -297,10 +323,10 @@ class ChunkStore:
         return [(v, True) for v in self.bases()] + [(v, False) for v in self.versions()]
 
     def collect(self, leases: Iterable[ReaderPin], now_s: float) -> int:
-        """Remove what no joiner and no leased reader needs; returns the bytes that this freed.
+        """Delete versions that no joining or leased reader needs, and their chunks.
 
-        Manifests go before their chunks, so that nobody is sent to a chunk that is gone. A chunk
-        that no manifest has named yet stays: its version is being published.
+        Return the freed bytes. Manifests are deleted before their chunks. A chunk that no manifest
+        names stays, since its version may be about to be published.
         """
         needed = self.catalog().needed(leases, now_s)
         kept_of = {True: needed.bases, False: needed.deltas}
@@ -319,12 +345,15 @@ class ChunkStore:
         return freed + sum(_remove(self.chunks_dir / name) for name in suspects if self.has(name))
 
     def files(self) -> list[StoredFile]:
-        """Everything here that is whole."""
+        """Return all complete chunks and manifests of the store.
+
+        Drafts and partial files are left out.
+        """
         paths = [*self.chunks_dir.iterdir(), *self.manifests_dir.iterdir()]
         return [_stored(path) for path in paths if not path.name.startswith(DRAFT)]
 
     def discard(self, file: StoredFile) -> None:
-        """Remove one; whoever needs it again fetches it again."""
+        """Delete a file of the store; a file that is gone already is ignored."""
         file.path.unlink(missing_ok=True)
 
 
@@ -348,7 +377,10 @@ def _stored(path: Path) -> StoredFile:
 
 
 def read_chunk(chunks_dir: Path, name: str) -> bytes:
-    """Return `chunks_dir/name`, verified against its name."""
+    """Return the bytes of chunk `name` in `chunks_dir`, verified against its name.
+
+    Raises ChunkMissingError, ChunkDigestError.
+    """
     try:
         encoded = (chunks_dir / name).read_bytes()
     except FileNotFoundError as error:
@@ -358,7 +390,10 @@ def read_chunk(chunks_dir: Path, name: str) -> bytes:
 
 
 def _write_durably(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a temporary file, sync it, rename it, sync the directory: all or nothing."""
+    """Write a temporary file, sync it, rename it to `path`, sync the folder.
+
+    Raises StoreError; the file at `path` is then what it was.
+    """
     temporary: Path | None = None
     try:
         descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=DRAFT)
@@ -379,7 +414,7 @@ def _write_durably(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def _is_of(raw: bytes, job: str) -> bool:
-    """Return True for a manifest of the job, or one so damaged that its reader must raise."""
+    """Return True if the manifest is of the job, or so damaged that its reader will reject it."""
     try:
         return head_of(raw).job == job
     except ManifestError:

@@ -30,104 +30,107 @@ WeightError
 
 
 class WeightError(Exception):
-    """Root of everything this package raises on purpose."""
+    """Base class of all errors that weight_transfer raises on purpose."""
 
 
 class TensorFormatError(WeightError):
-    """A tensor or a safetensors file cannot be read as bits."""
+    """Error for a tensor, safetensors file or checkpoint that cannot be read as bits."""
 
 
 class DeltaFormatError(WeightError):
-    """A delta file does not follow its format."""
+    """Error for a delta file between two checkpoints that does not follow its format."""
 
 
 class ChunkError(WeightError):
-    """A chunk cannot be used; the active version stays whole."""
+    """Base class of errors for a chunk that cannot be used; the active version stays as it is."""
 
 
 class ChunkFormatError(ChunkError):
-    """The bytes of a chunk do not follow the wire format."""
+    """Error for a chunk whose bytes do not follow the wire format, or contradict its manifest."""
 
 
 class ChunkDigestError(ChunkError):
-    """The bytes of a chunk are not those its name promises."""
+    """Error for a chunk whose bytes do not have the BLAKE3 digest that is the chunk's name."""
 
 
 class ChunkMissingError(ChunkError):
-    """A chunk named by a manifest is absent."""
+    """Error for a chunk that a manifest names and that the store or the caller does not have."""
 
 
 class ManifestError(WeightError):
-    """A manifest is malformed or does not fit the model."""
+    """Error for a manifest that is malformed, or does not fit the model or the version."""
 
 
 class SignatureError(ManifestError):
-    """A manifest was not signed by the expected key."""
+    """Error for a manifest or catalog without a valid signature of the expected key."""
 
 
 class ManifestExpired(ManifestError):  # noqa: N818 -- reads as the state of the manifest
-    """A manifest's time is over."""
+    """Error for a manifest whose expiry time is over."""
 
 
 class ShardError(WeightError):
-    """Shards, or reports, of a trainer's ranks that do not make a version."""
+    """Error for shards, or reports of a trainer's ranks, that do not make up a whole version."""
 
 
 class WrongBaseError(WeightError):
-    """An update was made for other weights than the active ones."""
+    """Error for an update that builds on other weights or another version than the active one."""
 
 
 class DigestMismatchError(WeightError):
-    """Weights after an update are not those the publisher computed."""
+    """Error for weights whose digest after an update is not the one that the publisher signed."""
 
 
 class CatalogError(WeightError):
-    """Published versions that do not lead to the wanted one."""
+    """Error for a catalog that is inconsistent or in which no base and deltas lead to a version."""
 
 
 class LoaderMapError(WeightError):
-    """A checkpoint tensor cannot be found, byte for byte, in the engine."""
+    """Error for an engine whose parameters are not what its loader makes of the base checkpoint."""
 
 
 class ProbeError(WeightError):
-    """The probe cannot run in this engine."""
+    """Error for an engine in which the probe prompt cannot run or would miss changed weights."""
 
 
 class DeviceMemoryError(WeightError):
-    """A device has no room for what an update needs there; nothing was written."""
+    """Error for an update that a GPU has no memory for; no weight was written."""
 
 
 class StoreError(WeightError):
-    """The store refuses: a chunk is not durable, or a version exists already."""
+    """Error for a store or file that refuses: unreadable, full, or a version that exists."""
 
 
 class TransferError(WeightError):
-    """Weights cannot be fetched or served."""
+    """Base class of errors for weights that cannot be fetched or served."""
 
 
 class FetchError(TransferError):
-    """A version could not be fetched whole; received parts stay and are not fetched again."""
+    """Error for a version or chunk that no source gave whole.
+
+    Received parts stay on disk for the next try.
+    """
 
 
 class IndexFormatError(TransferError):
-    """Reply that is not a catalog of this job."""
+    """Error for a reply that is not a valid catalog of the requested job."""
 
 
 class StorageError(TransferError):
-    """The disk refuses what is received."""
+    """Error for a disk that refuses received chunks: full, read-only or failing."""
 
 
 class CacheFullError(TransferError):
-    """A version does not fit, even after everything evictable was evicted."""
+    """Error for a version that does not fit the disk cap, with all unneeded files evicted."""
 
 
 class ReadLeaseError(TransferError):
-    """A lease needs a reader, a version and a time."""
+    """Error for a lease request that lacks a reader name, a version or a lifetime above 0."""
 
 
 class FanoutError(TransferError):
-    """A group of GPUs cannot hand chunks around."""
+    """Error for a group of GPUs in which members cannot pass chunks to each other over NCCL."""
 
 
 class GroupBrokenError(FanoutError):
-    """The members do not make the same calls: nothing can be handed around any more."""
+    """Error for a GPU group whose members are out of step: it can pass on no more chunks."""

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SglangLoader:
-    """Makes instances of an engine's model as SGLang does at its start."""
+    """Loader that makes further instances of an engine's model, as SGLang does at its start."""
 
     model_config: Any
     load_config: Any
     device: torch.device
 
     def skeleton(self, device: torch.device) -> torch.nn.Module:
-        """Build a second instance of the engine's model, its weights not loaded.
+        """Return a new instance of the engine's model on `device`, its weights not loaded.
 
-        What SGLang shares between models of one shape, as tables of rotary positions, it shares
-        with the live one.
+        Tables that SGLang shares between models of one shape, such as rotary positions, are shared
+        with the live model.
         """
         from sglang.srt.model_loader import loader
         from sglang.srt.model_loader.utils import set_default_torch_dtype
@@ -46,11 +46,11 @@ class SglangLoader:
         return model
 
     def loading(self) -> AbstractContextManager[Any]:
-        """SGLang's loaders need nothing around them."""
+        """Return an empty context: SGLang's loaders need none around them."""
         return nullcontext()
 
     def process(self, module: torch.nn.Module) -> None:
-        """Do what SGLang does once weights are loaded."""
+        """Run SGLang's post-processing of loaded weights on a module, in place."""
         from sglang.srt.model_loader.loader import DefaultModelLoader
 
         DefaultModelLoader.postprocess_weights(module, self.device)
@@ -58,7 +58,7 @@ class SglangLoader:
 
 @dataclass(frozen=True, slots=True)
 class SglangModel(SglangLoader):
-    """A live model with its configuration, and the probe for models like it."""
+    """A live SGLang model with its configuration, and the prober for models like it."""
 
     model: torch.nn.Module
     prober: SglangProber
@@ -67,9 +67,10 @@ class SglangModel(SglangLoader):
 
     @classmethod
     def of(cls, runner: Any) -> SglangModel:  # noqa: ANN401 -- SGLang's ModelRunner
-        """Return the model of a runner whose KV cache exists.
+        """Return the model of SGLang's ModelRunner, whose KV cache exists.
 
-        Raises LoaderMapError for packed weights.
+        Raises LoaderMapError where SGLang packed weights away, ProbeError for an unknown kind of KV
+        cache.
         """
         import torch
 
@@ -85,14 +86,14 @@ class SglangModel(SglangLoader):
 
 
 class SglangProber:
-    """Runs the probe prompt through models that share the live engine's KV cache.
+    """Prober that runs the fixed prompt through models that share the live engine's KV cache.
 
-    What it returns is every token's last hidden state and the last one's logits, one after the
-    other: SGLang computes no more logits than it samples from.
+    Its result holds every token's last hidden state and then the last token's logits, since SGLang
+    computes only the logits that it samples from.
     """
 
     def __init__(self, runner: Any, device: torch.device) -> None:  # noqa: ANN401 -- SGLang's
-        """Raises ProbeError where the KV cache is of another kind than keys and values."""
+        """Raises ProbeError if the KV cache does not consist of key and value tensors."""
         pool = runner.token_to_kv_pool
         keys, values = getattr(pool, "k_buffer", None), getattr(pool, "v_buffer", None)
         if not isinstance(keys, list) or not isinstance(values, list):
@@ -106,7 +107,10 @@ class SglangProber:
         self._tokens = probe_prompt(int(runner.model_config.vocab_size))[:room]
 
     def logits(self, model: torch.nn.Module) -> torch.Tensor:
-        """Return [tokens · hidden + vocabulary] numbers that `model` computes now."""
+        """Return hidden states and logits that `model` computes now, one flat float32 tensor.
+
+        Its length is tokens · hidden size + vocabulary size.
+        """
         import torch
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
         from sglang.srt.runtime_context import get_model
@@ -130,7 +134,7 @@ class SglangProber:
         return numbers
 
     def _batch(self, slots: torch.Tensor) -> Any:  # noqa: ANN401 -- SGLang's ForwardBatch
-        """One sequence, all of it new, in the first row of requests."""
+        """Return SGLang's batch of the prompt: one new sequence in the first row of requests."""
         import torch
         from sglang.srt.model_executor.forward_batch_info import (
             CaptureHiddenMode,
@@ -167,7 +171,7 @@ class SglangProber:
 
     @contextmanager
     def _scratch(self) -> Iterator[torch.Tensor]:
-        """Slots to write to; all that lay there is put back."""
+        """Yield KV-cache slots for the prompt; restore the contents of the slots afterwards."""
         import torch
 
         first, count = self._first, len(self._tokens)
@@ -185,7 +189,7 @@ class SglangProber:
 
 
 class SglangWeightWorker(WeightMethods):
-    """Beside one rank's scheduler."""
+    """Weight methods of one rank, held beside SGLang's scheduler of that rank."""
 
     def __init__(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
         self._runner = scheduler.tp_worker.model_runner

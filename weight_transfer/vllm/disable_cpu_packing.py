@@ -18,7 +18,10 @@ ROLES = ("guest", "dedicated")
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`; inert unless ROSE_ROLE is a replica's."""
+    """Make vLLM keep Linear weights unpacked on CPU.
+
+    Do nothing unless ROSE_ROLE is guest or dedicated.
+    """
     if os.environ.get("ROSE_ROLE") not in ROLES:
         return
     from vllm.model_executor.layers import utils
@@ -28,7 +31,10 @@ def register() -> None:
 
 
 def plain_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
-    """Stand in for vLLM's `dispatch_cpu_unquantized_gemm`: keep the weight, compute with it."""
+    """Make a 2-D layer compute with `F.linear` on its own weight, so that the weight is not packed.
+
+    It replaces vLLM's `dispatch_cpu_unquantized_gemm`.
+    """
     from torch.nn import functional
 
     attributes: Any = layer

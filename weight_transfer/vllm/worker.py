@@ -22,20 +22,21 @@ if TYPE_CHECKING:
 
 
 _CONFIG = "_rose_vllm_config"
-"""Attribute of a skeleton: the configuration whose layer table names its own layers."""
+"""Attribute of a skeleton model: the vLLM configuration with its own table of layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmLoader:
-    """Makes instances of an engine's model as vLLM does at its start."""
+    """Loader that makes further instances of an engine's model, as vLLM does at its start."""
 
     vllm_config: Any
     device: torch.device
 
     def skeleton(self, device: torch.device) -> torch.nn.Module:
-        """Build a second instance of the engine's model, its weights not loaded.
+        """Return a new instance of the engine's model on `device`, its weights not loaded.
 
-        It registers its layers in a table of its own: the live model's stay the registered ones.
+        Its layers are registered in a table of its own; those of the live model stay registered in
+        vLLM's.
         """
         from vllm.model_executor.model_loader.utils import initialize_model
         from vllm.utils.torch_utils import set_default_torch_dtype
@@ -51,14 +52,14 @@ class VllmLoader:
         return model
 
     def loading(self) -> AbstractContextManager[Any]:
-        """Return the context in which vLLM's loaders and their processing run."""
+        """Return the context manager in which vLLM's weight loaders have to run."""
         from vllm.config import set_current_vllm_config
 
         context: AbstractContextManager[Any] = set_current_vllm_config(self.vllm_config)
         return context
 
     def process(self, module: torch.nn.Module) -> None:
-        """Do what vLLM does once weights are loaded."""
+        """Run vLLM's post-processing of loaded weights on a module, in place."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         process_weights_after_loading(module, self.vllm_config.model_config, self.device)
@@ -66,7 +67,7 @@ class VllmLoader:
 
 @dataclass(frozen=True, slots=True)
 class VllmModel(VllmLoader):
-    """A live model with its configuration, and the probe for models like it."""
+    """A live vLLM model with its configuration, and the prober for models like it."""
 
     model: torch.nn.Module
     prober: VllmProber
@@ -75,19 +76,20 @@ class VllmModel(VllmLoader):
 
     @classmethod
     def of(cls, runner: Any) -> VllmModel:  # noqa: ANN401 -- vLLM's model runner
-        """Return the model of a runner whose KV cache exists."""
+        """Return the model of vLLM's model runner. Raises ProbeError while it has no KV cache."""
         config, device = runner.vllm_config, runner.device
         return cls(config, device, runner.get_model(), VllmProber(runner))
 
 
 class VllmProber:
-    """Runs the probe prompt through a model, with a scratch KV cache in the live one's place.
+    """Prober that runs the fixed prompt through a model with a scratch KV cache.
 
-    Only to be used while the engine is paused or between its steps.
+    The scratch cache replaces the live one during the run. Use it only while the engine is paused
+    or between its steps.
     """
 
     def __init__(self, runner: Any) -> None:  # noqa: ANN401 -- vLLM's model runner
-        """Raises ProbeError where the engine has no KV cache."""
+        """Raises ProbeError if the engine has no KV cache yet."""
         self._config = runner.vllm_config
         self._device = runner.device
         self._groups = [group for groups in runner.attn_groups for group in groups]
@@ -102,10 +104,11 @@ class VllmProber:
         }
 
     def logits(self, model: torch.nn.Module) -> torch.Tensor:
-        """Return what `model` computes now: the probe's logits [tokens, vocabulary].
+        """Return the probe's logits [tokens, vocabulary] as `model` computes them now.
 
-        A model with images or sound adds what its encoders make of a dummy of each [numbers]. A
-        pooling model has hidden states and its poolers' outputs [numbers] instead of logits.
+        For a model with image, video or sound encoders, return all logits and encoder outputs for a
+        dummy input as one flat float32 tensor. For a pooling model, hidden states and the poolers'
+        outputs stand in for the logits.
         """
         import torch
         from vllm.forward_context import set_forward_context
@@ -136,9 +139,9 @@ class VllmProber:
             return outputs[0].clone() if len(outputs) == 1 else _flat(outputs)
 
     def _attention(self, positions: torch.Tensor) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return metadata and slots by layer: one new sequence, from block 1 on.
+        """Return attention metadata and KV slots, by layer name, for one new sequence.
 
-        Block 0 is the one that vLLM's kernels take for padding.
+        Its blocks begin with 1: block 0 is the one that vLLM's kernels take for padding.
         """
         import torch
         from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -203,12 +206,12 @@ class VllmProber:
 
 
 def _block_size(group: Any) -> int:  # noqa: ANN401 -- vLLM's
-    """Return the tokens of one block as the kernels of an attention group count them."""
+    """Return the number of tokens in one KV block of an attention group."""
     return int(group.get_metadata_builder().kv_cache_spec.block_size)
 
 
 def _scratch(cache: Any, blocks: int) -> Any:  # noqa: ANN401 -- a tensor, or a layer's states
-    """Return zeros laid out as `cache`, of `blocks` blocks."""
+    """Return zeros laid out like the KV cache `cache`, with `blocks` blocks."""
     import torch
 
     if not isinstance(cache, torch.Tensor):
@@ -223,7 +226,7 @@ def _scratch(cache: Any, blocks: int) -> Any:  # noqa: ANN401 -- a tensor, or a 
 
 
 def _cached(layer: Any) -> bool:  # noqa: ANN401 -- vLLM's
-    """Return True if a KV cache is bound to `layer`."""
+    """Return True if a KV cache with elements is bound to `layer`."""
     import torch
 
     cache = getattr(layer, "kv_cache", ())
@@ -232,7 +235,7 @@ def _cached(layer: Any) -> bool:  # noqa: ANN401 -- vLLM's
 
 
 def _media(runner: Any) -> list[Any]:  # noqa: ANN401 -- vLLM's model runner
-    """Return a dummy input of each encoder that `runner` has: an image, or a video, and sound."""
+    """Return a dummy input batch for each kind served: images (or else videos), and sound."""
     budget = getattr(runner, "mm_budget", None)
     served = budget.mm_max_toks_per_item if budget is not None else {}
     seen = next((kind for kind in ("image", "video") if kind in served), None)
@@ -240,14 +243,14 @@ def _media(runner: Any) -> list[Any]:  # noqa: ANN401 -- vLLM's model runner
 
 
 def _flat(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return all numbers of `parts` in float32, which holds every bfloat16 and float16."""
+    """Return all numbers of `parts` in one flat float32 tensor; bfloat16 and float16 stay exact."""
     import torch
 
     return torch.cat([part.flatten().float() for part in parts])
 
 
 def _pooled(model: Any, config: Any, hidden: Any, tokens: torch.Tensor) -> list[torch.Tensor]:  # noqa: ANN401 -- vLLM's
-    """Return the outputs of each of a model's poolers."""
+    """Return the outputs of each of a model's poolers for the hidden states of one prompt."""
     import torch
     from vllm.pooling_params import PoolingParams
     from vllm.v1.pool.metadata import PoolingMetadata, PoolingStates
@@ -272,7 +275,7 @@ def _pooled(model: Any, config: Any, hidden: Any, tokens: torch.Tensor) -> list[
 
 
 class WeightWorker(WeightMethods):
-    """Mixed into vLLM's worker by `--worker-extension-cls`."""
+    """Weight methods of one rank, mixed into vLLM's worker by `--worker-extension-cls`."""
 
     model_runner: Any
 
