@@ -59,7 +59,7 @@ IN_LINE_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Signer:
-    """Key of the job's manifests, with which a publisher signs its catalog."""
+    """Job name and signing key with which a publisher signs its catalog."""
 
     job: str
     key: SigningKey
@@ -69,10 +69,11 @@ _read_asked = msgspec.json.Decoder(LeaseBody).decode
 
 
 class VersionRoutes:
-    """Routes of a chunk store.
+    """HTTP routes that serve a chunk store's manifests and chunks.
 
-    fetcher: of a node that relays. leases: of a publisher that collects. lead: of a node that
-    leads a fixed group of GPUs. signer: of a publisher; no other server has a catalog.
+    fetcher: given for a node that relays chunks it does not have yet. leases: given for a publisher
+    that deletes old versions. lead: given for the leader of a fixed group of GPUs. signer: given
+    for a publisher; without it there is no catalog.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class VersionRoutes:
         lead: GroupLead | None = None,
         signer: Signer | None = None,
     ) -> None:
-        """`admit` raises a web.HTTPException for a caller that may not read."""
+        """`admit` raises a web.HTTPException for a request whose caller may not read."""
         self._store = store
         self._admit = admit
         self._fetcher = fetcher
@@ -98,11 +99,14 @@ class VersionRoutes:
 
     @property
     def link_bytes_s(self) -> float | None:
-        """Rate at which readers take stored chunks; None until one is measured."""
+        """Bytes a second at which readers take stored chunks, a median of peers.
+
+        None until measured.
+        """
         return self._meter.bytes_per_s(time.monotonic())
 
     def app(self) -> web.Application:
-        """Make the application that serves the routes."""
+        """Return a new aiohttp application with all routes."""
         app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=(self._counted,))
         app.router.add_get(r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest)
         app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk)
@@ -115,7 +119,8 @@ class VersionRoutes:
 
     @web.middleware
     async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer, and note how chunks and manifests were answered."""
+        """Handle a request, and count the reply by its status if a chunk or manifest was
+        requested."""
         asked = _ASKED.get(request.path.split("/", 2)[1])
         if asked is None:
             return await handler(request)
@@ -213,7 +218,7 @@ class VersionRoutes:
 
 
 class _MeteredFile(web.FileResponse):
-    """A file whose way to its reader is measured: it is sent while the answer is prepared."""
+    """Reply that sends a chunk's file, and records its bytes and duration in the link meter."""
 
     def __init__(self, path: Path, meter: LinkMeter, traffic: Traffic) -> None:
         super().__init__(path)
@@ -240,7 +245,8 @@ def _expired(raw: bytes | bytearray) -> bool:
 
 
 class ChunkForwarder:
-    """Chunks on their way into `store`, for callers of a server."""
+    """Forwarder of chunks that are not in the store yet: it fetches them for the caller of a
+    server."""
 
     def __init__(
         self,
@@ -248,13 +254,18 @@ class ChunkForwarder:
         fetcher: ChunkFetcher,
         stored: Callable[[str], Awaitable[web.StreamResponse]],
     ) -> None:
-        """stored: makes the answer that is a chunk's file."""
+        """stored: returns the reply that sends the file of a stored chunk, by its name."""
         self._store = store
         self._fetcher = fetcher
         self._stored = stored
 
     async def answer(self, request: web.Request, name: str) -> web.StreamResponse:
-        """Return a reply that sends a chunk while it is being received."""
+        """Fetch a chunk if needed, and return a reply that sends it while it is being received.
+
+        The reply is HTTP 202 while the chunk waits for its turn on the slow link. Raises HTTP
+        errors: 404 for a chunk that no known manifest names, 409 when another node should be asked,
+        502 when it cannot be fetched.
+        """
         download = self._fetcher.download(name)
         if HELD in request.headers and not (download and download.from_origin):
             raise web.HTTPConflict(text=f"chunk {name} is not held here")
@@ -279,7 +290,11 @@ class ChunkForwarder:
             wanted.cancel()
 
     async def _begun(self, ref: ChunkRef, wanted: asyncio.Task[int]) -> Download | None:
-        """A download with something to pass on, waited for shortly: the caller shall see life."""
+        """Return the running download once it has bytes to pass on, None after IN_LINE_S without
+        any.
+
+        None, too, once the chunk is in the store or its fetch has failed.
+        """
         until_s = time.monotonic() + IN_LINE_S
         while not wanted.done() and (left_s := until_s - time.monotonic()) > 0:
             download = self._fetcher.download(ref.id)
@@ -320,7 +335,11 @@ class ChunkForwarder:
         at: int,
         stack: contextlib.ExitStack,
     ) -> bool:
-        """Send a chunk from byte `at` on, as it comes; False when what was sent is not of it."""
+        """Send a chunk from byte `at` on while it arrives; return True once all of it is sent.
+
+        Return False when bytes that were sent proved wrong, or the download failed. The last
+        HELD_BACK_BYTES are sent only after the whole chunk is verified.
+        """
         size, restarts = download.ref.encoded_bytes, download.restarts
         reader: int | None = None
         while not download.ended:
@@ -356,7 +375,10 @@ class ChunkForwarder:
 
 
 def _first_byte(request: web.Request, size: int) -> int:
-    """Return N of `Range: bytes=N-`, the only supported form; 0 without a range."""
+    """Return N of the header `Range: bytes=N-`, 0 without one.
+
+    Raises HTTP 416 for any other range.
+    """
     try:
         asked = request.http_range
     except ValueError as error:

@@ -53,7 +53,7 @@ _GOOD, _BAD = b"+", b"-"
 
 
 class TorchWeights:
-    """A rank's own part of a tensor, cast to `dtype` as it is read."""
+    """A rank's local part of a torch tensor, read as bits; floats are cast to `dtype` when read."""
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -79,19 +79,19 @@ class TorchWeights:
 def local_weights(
     state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
 ) -> dict[str, TorchWeights]:
-    """Return what this rank holds of `state`; weights are published as `dtype`, None: as they are.
+    """Return a reader of this rank's part of each tensor of `state`, by name.
 
-    Nothing is copied before it is read, but what does not lie in order.
+    Weights are read as `dtype`, None: as they are. Only a tensor that is not contiguous is copied.
     """
     return {name: TorchWeights(tensor, dtype) for name, tensor in state.items()}
 
 
 def state_pieces(state: Mapping[str, torch.Tensor]) -> Pieces:
-    """Return what this rank holds of `state`, whose names are those of the checkpoint.
+    """Return the pieces of checkpoint tensors that this rank holds of a state dict.
 
-    Replicas hold equal pieces, one of which is to be published: a DTensor does not tell, since
-    FSDP keeps its parameters in a mesh that knows nothing of tensor parallelism beside it. Raises
-    ShardError.
+    The names in `state` are those of the checkpoint. Ranks that are replicas return equal pieces,
+    and the caller chooses one of them to publish: a DTensor does not tell, since FSDP's mesh does
+    not show tensor parallelism beside it. Raises ShardError.
     """
     return tuple(
         found
@@ -105,7 +105,11 @@ def state_pieces(state: Mapping[str, torch.Tensor]) -> Pieces:
 
 
 def dtensor_pieces(name: str, tensor: DTensor) -> Pieces:
-    """Return this rank's piece of a DTensor, () for one without weights or outside its mesh."""
+    """Return this rank's piece of a DTensor.
+
+    () if it has no weights or the rank is not in its mesh. Raises ShardError for partial sums, for
+    shards of a third dimension and for an unknown order of shards.
+    """
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return ()
@@ -127,7 +131,8 @@ def dtensor_pieces(name: str, tensor: DTensor) -> Pieces:
 
 
 def _span(name: str, dim: int, size: int, placed: Sequence[tuple[Placement, int, int]]) -> Range:
-    """Return this rank's part of a dimension: each mesh dimension that shards it cuts once."""
+    """Return [first, end) of a dimension that this rank holds, cut by each mesh dimension in
+    turn."""
     cuts = [
         cut for cut in placed if isinstance(cut[0], Shard | _StridedShard) and cut[0].dim == dim
     ]
@@ -147,9 +152,10 @@ def _inside_out(
     cuts: list[tuple[Placement, int, int]],
     strided: list[tuple[Placement, int, int]],
 ) -> list[tuple[Placement, int, int]]:
-    """FSDP over tensor parallelism: the mesh names FSDP first, which cut last.
+    """Return the cuts of FSDP over tensor parallelism in the order in which they were made.
 
-    Torch marks that by a strided shard whose factor is the number of tensor-parallel ranks.
+    The mesh names FSDP first, which cut last. Torch marks that by a strided shard whose factor is
+    the number of tensor-parallel ranks. Raises ShardError for any other strided shard.
     """
     placement = strided[0][0]
     assert isinstance(placement, _StridedShard)
@@ -165,12 +171,14 @@ def _inside_out(
 
 
 class Ranks:
-    """A group of ranks on host memory; of one, where torch.distributed is not in use."""
+    """A group of trainer ranks that exchange bytes through torch.distributed, or this rank
+    alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
-        """Without `group` all ranks make one: gloo, whatever backend the trainer trains with.
+        """Without `group`, all ranks make one together over gloo, whatever backend the trainer
+        uses.
 
-        `timeout_s`: how long a rank is waited for.
+        `timeout_s`: longest wait for another rank.
         """
         self._group = group
         if group is None and dist.is_initialized():
@@ -179,9 +187,10 @@ class Ranks:
         self.size = 1 if self._group is None else dist.get_world_size(self._group)
 
     def agree(self, work: Callable[[], bytes], merge: Callable[[list[bytes]], bytes]) -> bytes:
-        """Collective: return, on every rank, what the first makes of what all have made.
+        """Return on every rank the bytes that rank 0 merges from all ranks' results.
 
-        Where one fails all raise ShardError, and nobody waits for it.
+        A collective call. `work` runs on each rank, `merge` on rank 0 alone. If any of them fails,
+        all ranks raise ShardError and no rank waits.
         """
         gathered = self._gather(_attempt(work))
 
@@ -198,7 +207,7 @@ class Ranks:
         return answer[len(_GOOD) :]
 
     def _gather(self, raw: bytes) -> list[bytes]:
-        """Return what each rank sent, on the first; nothing on the others."""
+        """Return each rank's bytes in rank order on rank 0, and [] on the other ranks."""
         if self._group is None:
             return [raw]
         with _alive():
@@ -213,7 +222,7 @@ class Ranks:
         return [bytes(sent.numpy())[:length] for sent, length in received]
 
     def _broadcast(self, raw: bytes) -> bytes:
-        """Return what the first rank sent."""
+        """Return rank 0's bytes on every rank."""
         if self._group is None:
             return raw
         with _alive():
@@ -248,7 +257,8 @@ def _alive() -> Iterator[None]:
 
 
 class ShardedPublisher:
-    """Publishes versions of one job from all ranks of a group; each holds its shard only."""
+    """Publisher of one job's versions by all ranks of a group, each of which holds its shard
+    alone."""
 
     def __init__(
         self,
@@ -265,11 +275,12 @@ class ShardedPublisher:
         lifetime_s: float = DEFAULT_LIFETIME_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Collective. `state`, a state dict with the checkpoint's names, is what `version` holds.
+        """Collective call of all ranks.
 
-        `key` is asked for on the first rank only. `origin`: where this rank's store is served, ""
-        where all ranks share the first one's folder. `dtype`: weights are published as such.
-        Raises ShardError on all ranks.
+        `state`: state dict with checkpoint names, which holds `version`. `key`: signing key, needed
+        on rank 0 alone. `origin`: address that serves this rank's store, "" where all ranks share
+        rank 0's folder. `dtype`: type in which weights are published, None: as they are. Raises
+        ShardError on all ranks.
         """
         self._store = store
         self._ranks = ranks or Ranks()
@@ -298,15 +309,16 @@ class ShardedPublisher:
 
     @property
     def version(self) -> int:
-        """The version that was published last, or the one that it began with."""
+        """Number of the version that was published last, or that the publisher began with."""
         return self._encoder.version
 
     def publish(self, version: int, state: Mapping[str, torch.Tensor]) -> Manifest:
-        """Collective: publish the step to `state`, which must not change until this returns.
+        """Publish the step from the last version to `state` as `version`, and return its manifest.
 
-        Durable on all ranks when it returns. Raises ShardError on all ranks, and then nothing is;
-        a StoreError on one rank says that it is published and that this rank's own store has no
-        room for its manifest.
+        All ranks call it together, and `state` must not change meanwhile. The version is durable on
+        all ranks on return. Raises ShardError on all ranks when nothing was published. A StoreError
+        on one rank means that the version is published and that this rank's store cannot keep its
+        manifest.
         """
 
         def encode() -> ShardReport:
@@ -322,7 +334,10 @@ class ShardedPublisher:
         return manifest
 
     def publish_base(self) -> Manifest:
-        """Collective: publish all weights of the newest version, for those who join."""
+        """Publish all weights of the newest version for readers that join.
+
+        Return the base's manifest. All ranks call it together.
+        """
 
         def zeros() -> ShardReport:
             return self._encoder.parts(of_zeros=True)
@@ -341,12 +356,16 @@ class ShardedPublisher:
         return manifest
 
     def _keep(self, manifest: Manifest) -> None:
-        """A store of this rank's own has the manifest too, to know what may be deleted when."""
+        """Put the manifest into this rank's own store too, which tells which chunks may be
+        deleted."""
         if self._origin and self._ranks.rank:
             self._store.put_manifest(manifest, manifest.origins.index(self._origin))
 
     def _owned(self, state: Mapping[str, torch.Tensor]) -> Pieces:
-        """Return the pieces that this rank publishes: of replicas, the first rank's."""
+        """Return the pieces that this rank publishes.
+
+        A piece of several replicas is the first rank's.
+        """
         pieces: Pieces = ()
 
         def held() -> bytes:

@@ -31,7 +31,7 @@ _WARM_UP_BYTES = 1 << 16
 _MOST_LOOKED_AT = 16
 BURST_BYTES = 8 << 20
 PAUSE_S = 0.25
-"""After so long without an answer on its way the next request begins a burst."""
+"""Seconds without a reply being sent after which a peer's next request begins a burst."""
 FRESH_S = 3_600.0
 MOST_PEERS = 256
 
@@ -43,10 +43,10 @@ def quicker_level(
     threads: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Level:
-    """The level with which this tensor's update has crossed the link first.
+    """Return the codec level with which a tensor's update would cross a link first, by a sample.
 
-    Encoding goes on while earlier chunks are sent, so the slower of the two counts. FAST where they
-    are as quick: it asks less of the receiver.
+    Encoding runs while earlier chunks are sent, so the slower of encoding (on `threads` threads)
+    and sending counts. Level.FAST when both levels are equal.
     """
     return min(Level, key=lambda level: _seconds(old, new, level, link_bytes_s, threads, clock))
 
@@ -76,10 +76,11 @@ def level_for(
     new: Mapping[str, TensorBits],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Level:
-    """Return the level for the step from `old` to `new`; `link_bytes_s` is what readers take.
+    """Return the codec level for the step from `old` to `new`.
 
-    With `auto` both levels encode a sample of the largest tensor that changed, and the slower of
-    encoding and sending decides. FAST while no link was measured. ValueError for no choice.
+    `link_bytes_s` is the rate of readers. With `auto` both levels encode a sample of the largest
+    changed tensor, and the level that is done first is returned; FAST while no rate was measured or
+    nothing changed. Raises ValueError for an unknown choice.
     """
     if choice != AUTO:
         return Level(choice)
@@ -94,7 +95,8 @@ def level_for(
 def _sample(
     old: Mapping[str, TensorBits], new: Mapping[str, TensorBits]
 ) -> tuple[TensorBits, TensorBits] | None:
-    """The largest tensor whose first weights changed, among the largest ones."""
+    """Return (old, new) of the largest tensor whose first weights changed, None if none of 16
+    did."""
     by_size = sorted(old, key=lambda name: -old[name].bits.nbytes)
     for name in by_size[:_MOST_LOOKED_AT]:
         count = SAMPLE_BYTES // old[name].bits.itemsize
@@ -105,7 +107,10 @@ def _sample(
 
 @dataclass(slots=True)
 class _Peer:
-    """`open`: answers on their way. `bytes_per_s`: of its newest burst that was long enough."""
+    """State of a reader's burst. `open`: replies being sent.
+
+    `bytes_per_s`: rate of the last long burst.
+    """
 
     began_s: float
     ended_s: float
@@ -115,7 +120,7 @@ class _Peer:
 
 
 class LinkMeter:
-    """Bursts by peer; of many peers the ones that came last."""
+    """Meter of the rate at which readers take replies, for the MOST_PEERS most recent readers."""
 
     def __init__(self) -> None:
         self._peers: OrderedDict[str, _Peer] = OrderedDict()
@@ -124,7 +129,7 @@ class LinkMeter:
         return len(self._peers)
 
     def began(self, peer: str, now_s: float) -> None:
-        """An answer to a peer is on its way."""
+        """Record that a reply to a peer starts; after a pause of PAUSE_S it begins a new burst."""
         known = self._peers.setdefault(peer, _Peer(now_s, now_s))
         self._peers.move_to_end(peer)
         if not known.open and now_s - known.ended_s > PAUSE_S:
@@ -134,7 +139,7 @@ class LinkMeter:
             self._peers.popitem(last=False)
 
     def ended(self, peer: str, size: int, now_s: float) -> None:
-        """All of it is sent, `size` bytes; 0 for one that broke off."""
+        """Record that a reply to a peer has ended after `size` bytes; 0 for one that broke off."""
         known = self._peers.get(peer)
         if known is None or not known.open:
             return
@@ -145,7 +150,8 @@ class LinkMeter:
             known.bytes_per_s = known.size / (now_s - known.began_s)
 
     def bytes_per_s(self, now_s: float) -> float | None:
-        """Return the median rate of the peers of the last hour, None without any."""
+        """Return the median rate of peers that were served within the last hour, None without
+        any."""
         fresh = (peer for peer in self._peers.values() if now_s - peer.ended_s <= FRESH_S)
         known = [peer.bytes_per_s for peer in fresh if peer.bytes_per_s is not None]
         return median(known) if known else None

@@ -26,14 +26,18 @@ from weight_transfer.format.tensors import WIDTHS, Bits, TensorBits, unsigned
 
 
 def newest_version(store: ChunkStore) -> int | None:
-    """Return the greatest number that a version of the store has, whether or not it is whole."""
+    """Return the greatest version number in the store, whether or not its chunks are there.
+
+    None if empty.
+    """
     return max((*store.versions(), *store.bases()), default=None)
 
 
 def way_to(catalog: Catalog, version: int, *, model: bool = False) -> FetchPlan:
-    """Return how a version follows from a base, or from version 0 where its weights are at hand.
+    """Return the steps from a base, or from version 0, to a version.
 
-    Raises CatalogError when neither leads there.
+    model: True if the weights of version 0 are at hand, so that deltas alone may lead there. Raises
+    CatalogError when no base and no deltas do.
     """
     try:
         return catalog.plan(None, version)
@@ -49,11 +53,13 @@ def restore(
     model: Mapping[str, TensorBits] | None = None,
     threads: int = os.cpu_count() or 1,
 ) -> dict[str, TensorBits]:
-    """Return all tensors of a version, in memory of their own.
+    """Return all tensors of a published version by name, in memory of their own, rebuilt from a
+    store.
 
-    `model`: weights of version 0, needed where no base leads to the version; tensors that no
-    version names are left out. Raises CatalogError, WrongBaseError when `model` is another one,
-    DigestMismatchError, ChunkError or StoreError for parts that are damaged or missing.
+    `model`: weights of version 0, needed where no base leads to the version; tensors of `model`
+    that the versions do not name are left out. Each tensor is checked against its signed digests.
+    Raises CatalogError, WrongBaseError when `model` has other weights, and DigestMismatchError,
+    ChunkError, ManifestError or StoreError for damaged or missing parts.
     """
     plan = way_to(store.catalog(), version, model=model is not None)
     manifests = [store.get_manifest(step, base=base) for step, base in plan.steps]
@@ -81,7 +87,8 @@ def restore(
 
 
 def _begun(first: TensorUpdate, model: Mapping[str, TensorBits] | None) -> TensorBits:
-    """Return what the first version builds on: zeros, or the model's own weights."""
+    """Return a tensor as it is before the first step: zeros for a base, else the model's
+    weights."""
     if model is None:
         bits: Bits = np.zeros(prod(first.shape), unsigned(WIDTHS[first.dtype]))
     elif first.name in model:
@@ -92,7 +99,7 @@ def _begun(first: TensorUpdate, model: Mapping[str, TensorBits] | None) -> Tenso
 
 
 class _StoredChunks(Mapping[str, bytes]):
-    """Chunks of a store, each read when it is its turn."""
+    """Encoded chunks of a store by name, each read from disk when it is looked up."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store

@@ -28,26 +28,29 @@ from weight_transfer.format.tensors import Bits
 
 
 class LocalTensor(Protocol):
-    """A parameter of this rank, seen flat."""
+    """A parameter of this rank, seen as one flat array of weights."""
 
     @property
     def dtype(self) -> str:
-        """Type in which the weights are published."""
+        """Name of the type in which the weights are published."""
         ...
 
     @property
     def elements(self) -> int:
-        """Weights here."""
+        """Number of weights that this rank holds."""
         ...
 
     def read(self, offset: int, rows: int, width: int, stride: int) -> Bits:
-        """Return `rows` of `width` weights row by row, `stride` apart, the first at `offset`."""
+        """Return `rows` runs of `width` weights as one flat array of bits.
+
+        The first run begins at weight `offset`, each next one `stride` weights later.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LocalBits:
-    """A parameter in memory; what is read is a view where rows follow each other."""
+    """A parameter of this rank as bits in host memory; consecutive rows are read without a copy."""
 
     dtype: str
     bits: Bits
@@ -68,7 +71,10 @@ class LocalBits:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of a checkpoint tensor of `shape`, and where local `parameter` holds it."""
+    """A block of a checkpoint tensor of `shape`, and its place in this rank's `parameter`.
+
+    Its rows lie `stride` weights apart in the flat parameter, the first at `offset`.
+    """
 
     tensor: str
     shape: tuple[int, ...]
@@ -79,7 +85,7 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Local weights up to which it reaches."""
+        """Index after the last weight of the flat parameter that the piece takes."""
         rows = self.block.rows[1] - self.block.rows[0]
         return self.offset + (rows - 1) * self.stride + self.block.width
 
@@ -88,7 +94,7 @@ Pieces: TypeAlias = tuple[Piece, ...]
 
 
 def rows_of(shape: tuple[int, ...]) -> int:
-    """Rows of a tensor; a scalar is one row."""
+    """Return the number of rows of a tensor of this shape, its first dimension; 1 for a scalar."""
     return shape[0] if shape else 1
 
 
@@ -101,9 +107,11 @@ def piece(
     offset: int = 0,
     stride: int | None = None,
 ) -> Pieces:
-    """Return the piece that fills rows x columns (None: all), or () where they are none.
+    """Return the piece of a checkpoint tensor at rows x columns (None: all columns), () if it is
+    empty.
 
-    `stride` None: its rows follow each other in the parameter. Raises ShardError.
+    `offset`, `stride`: place in the flat parameter; `stride` None: rows follow each other. Raises
+    ShardError for rows outside of the tensor, TensorFormatError for such columns.
     """
     row_elements = prod(shape[1:])
     if not prod(shape):
@@ -118,25 +126,33 @@ def piece(
 
 
 def whole(tensor: str, shape: tuple[int, ...], parameter: str, replica: int = 0) -> Pieces:
-    """A tensor that this rank holds all of; of replicas, number 0 publishes it."""
+    """Return the piece of a tensor that this rank holds as a whole; () unless `replica` is 0."""
     return () if replica else piece(tensor, shape, parameter, (0, rows_of(shape)))
 
 
 def share(size: int, rank: int, ranks: int) -> Range:
-    """Return the part of `size` that belongs to a rank: equal parts, the last ones less or none."""
+    """Return [first, end) of a rank's part of `size`: equal parts, the last ranks' smaller or
+    empty."""
     each = -(-size // ranks)
     return min(size, rank * each), min(size, (rank + 1) * each)
 
 
 def row_shard(tensor: str, shape: tuple[int, ...], parameter: str, rank: int, ranks: int) -> Pieces:
-    """Rows in order of ranks: FSDP's and DTensor's Shard(0), column-parallel layers."""
+    """Return a rank's piece of a tensor that is sharded by rows, in the order of ranks.
+
+    So FSDP, DTensor's Shard(0) and column-parallel layers shard.
+    """
     return piece(tensor, shape, parameter, share(rows_of(shape), rank, ranks))
 
 
 def column_shard(
     tensor: str, shape: tuple[int, ...], parameter: str, rank: int, ranks: int
 ) -> Pieces:
-    """The second dimension in order of ranks: DTensor's Shard(1), row-parallel layers."""
+    """Return a rank's piece of a tensor that is sharded by its second dimension, in rank order.
+
+    So DTensor's Shard(1) and row-parallel layers shard. Raises ShardError for fewer than two
+    dimensions.
+    """
     if len(shape) < 2:
         raise ShardError(f"{tensor} {shape} has no second dimension to shard")
     inner = prod(shape[2:])
@@ -145,10 +161,10 @@ def column_shard(
 
 
 def stacked(parts: Iterable[Pieces], elements: int) -> Pieces:
-    """Pieces of equal parts that a parameter holds one after another, `elements` weights each.
+    """Return the pieces of equal parts that lie one after another in a parameter.
 
-    So a stack of experts [experts_local, out, in] is made of its experts' pieces, each as if the
-    expert were a parameter of its own.
+    Each part has `elements` weights, and its pieces are given as if it were a parameter of its own.
+    So the pieces of a stack of experts [experts_local, out, in] are made of its experts' pieces.
     """
     return tuple(
         replace(found, offset=found.offset + at * elements)
@@ -158,7 +174,7 @@ def stacked(parts: Iterable[Pieces], elements: int) -> Pieces:
 
 
 def first_holders(held: Sequence[Sequence[Hashable]]) -> list[list[int]]:
-    """Return, for each rank, the positions of the entries that no rank before it holds."""
+    """Return, for each rank, the positions of its entries that no earlier rank holds."""
     seen: set[Hashable] = set()
     kept: list[list[int]] = []
     for mine in held:
@@ -169,7 +185,7 @@ def first_holders(held: Sequence[Sequence[Hashable]]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Attention of a layer: query heads, key/value heads (groups), weights of a head's rows."""
+    """Attention heads of a layer: query heads, key/value heads, and weights in a row of a head."""
 
     query: int
     key_value: int
@@ -189,7 +205,11 @@ def _even(what: str, size: int, ranks: int) -> int:
 def gate_up(
     gate: str, up: str, shape: tuple[int, ...], parameter: str, rank: int, ranks: int
 ) -> Pieces:
-    """A fused linear_fc1: this rank's rows of `gate`, then those of `up`, each of `shape`."""
+    """Return a rank's pieces of Megatron's fused linear_fc1.
+
+    The parameter holds this rank's rows of `gate`, then those of `up`, each a tensor of `shape`.
+    Raises ShardError where the rows cannot be divided among the ranks.
+    """
     own = _even(gate, rows_of(shape), ranks)
     rows = rank * own, (rank + 1) * own
     halves = (piece(name, shape, parameter, rows) for name in (gate, up))
@@ -204,10 +224,12 @@ def grouped_qkv(
     rank: int,
     ranks: int,
 ) -> Pieces:
-    """A fused linear_qkv: for each KV head its query heads, its key and its value.
+    """Return a rank's pieces of Megatron's fused linear_qkv.
 
-    `names`: of q, k and v. `inner`: shape of a row, (hidden,) of a weight and () of a bias. With
-    fewer KV heads than ranks each is replicated, and the first rank that has it publishes it.
+    The parameter holds, for each KV head, its query heads, its key and its value. `names`:
+    checkpoint tensors of q, k and v. `inner`: shape of a row, (hidden,) for a weight and () for a
+    bias. With fewer KV heads than ranks each KV head is replicated, and the first rank that has it
+    publishes it. Raises ShardError where heads cannot be divided.
     """
     if heads.key_value >= ranks:
         groups, copies = _even(parameter, heads.key_value, ranks), 1
@@ -235,6 +257,9 @@ def grouped_qkv(
 def vocabulary(
     tensor: str, shape: tuple[int, ...], parameter: str, local_rows: int, rank: int
 ) -> Pieces:
-    """An embedding whose rows are padded: `local_rows` of them here, none beyond `shape` counts."""
+    """Return a rank's piece of an embedding whose rows are padded.
+
+    Each rank holds `local_rows` rows; rows beyond `shape` are padding and left out.
+    """
     first, end = rank * local_rows, (rank + 1) * local_rows
     return piece(tensor, shape, parameter, (first, min(end, rows_of(shape))))

@@ -60,14 +60,15 @@ from weight_transfer.publish.sharding import LocalTensor, Piece
 from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S, VersionPublisher
 
 Spec = tuple[str, tuple[int, ...]]
-"""Type and shape of a checkpoint tensor."""
+"""Type name and shape of a checkpoint tensor."""
 
 
 class ShardTensor(Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's blocks of a checkpoint tensor.
+    """One rank's blocks of a checkpoint tensor, as its report lists them.
 
-    `digest`, mod 2^64: in a report of parts what they add to the tensor's digest; in one of chunks
-    what it grows by. Chunks that change nothing are listed, and stored by nobody yet.
+    `digest`, mod 2^64: in a report without chunks, what the blocks add to the tensor's digest; in
+    one with chunks, the increase of the digest. Chunks that change nothing are listed but not
+    stored.
     """
 
     name: Name
@@ -82,9 +83,10 @@ class ShardTensor(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardReport(Struct, frozen=True, forbid_unknown_fields=True):
-    """From one rank: chunks of the step from `parent` to `version`, or of all of `version`.
+    """Report of one rank about its blocks of a version.
 
-    The latter when both are the same; then, without chunks, it is of parts.
+    `parent` below `version`: chunks of the step between them. Both equal: chunks of a base, or,
+    without chunks, the blocks' shares of digests.
     """
 
     rank: Count
@@ -97,7 +99,7 @@ class ShardReport(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, raw: bytes) -> ShardReport:
-        """Read untrusted bytes; raises ShardError."""
+        """Return the report in untrusted bytes. Raises ShardError."""
         try:
             return msgspec.json.decode(raw, type=cls)
         except MALFORMED as error:
@@ -105,7 +107,7 @@ class ShardReport(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardCoordinator:
-    """Publishes versions of one job that `ranks` ranks have encoded."""
+    """Coordinator that merges the reports of all `ranks` ranks into signed versions of one job."""
 
     def __init__(
         self,
@@ -118,7 +120,8 @@ class ShardCoordinator:
         lifetime_s: float = DEFAULT_LIFETIME_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`origins`: address of each rank's store, "" of those whose store is `store` itself."""
+        """`origins`: address that serves each rank's store, "" for ranks that put chunks into
+        `store`."""
         if origins and len(origins) != ranks:
             raise ShardError(f"{len(origins)} origins for {ranks} ranks; give one for each or none")
         self._store = store
@@ -133,14 +136,18 @@ class ShardCoordinator:
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Digest of each tensor in the version that the ranks hold."""
+        """Digest of each tensor in the version that the ranks hold.
+
+        Raises ShardError before `begin`.
+        """
         return self._begun()[1]
 
     def begin(self, parts: Iterable[ShardReport]) -> Mapping[str, int]:
-        """Merge all ranks' parts of the version they start from; returns its tensors' digests.
+        """Merge all ranks' reports of the version they start from.
 
-        Raises ShardError where a version of that number is published and has other weights: a
-        trainer that resumed from another checkpoint would diff against what nobody has.
+        Return the digest of each tensor. Raises ShardError where a version of that number is
+        published with other weights: a trainer that resumed from another checkpoint would publish
+        deltas that no reader can apply.
         """
         reports = tuple(parts)
         version = reports[0].version if reports else 0
@@ -153,12 +160,12 @@ class ShardCoordinator:
         return digests
 
     def merged(self, version: int, parts: Iterable[ShardReport]) -> Mapping[str, int]:
-        """Add up parts of one version: the digest of each tensor."""
+        """Return the digest of each tensor, added up from all ranks' reports of one version."""
         by_tensor = self._by_tensor(version, version, parts)
         return {name: _sum(shards) for name, shards in by_tensor.items()}
 
     def publish(self, version: int, reports: Iterable[ShardReport]) -> Manifest:
-        """Publish `version` on top of the one that the ranks hold; durable when it returns.
+        """Publish `version` on top of the version that the ranks hold; return its durable manifest.
 
         Raises ShardError, ManifestError or StoreError, and then nothing is published.
         """
@@ -171,9 +178,10 @@ class ShardCoordinator:
         return manifest
 
     def publish_base(self, zeros: Mapping[str, int], reports: Iterable[ShardReport]) -> Manifest:
-        """Publish all weights of the version that the ranks hold; `zeros`: merged parts of zeros.
+        """Publish all weights of the version that the ranks hold; return the base's manifest.
 
-        Raises like `publish`, and when the ranks do not hold what was published.
+        `zeros`: digests of tensors of zeros, by `merged`. Raises like `publish`, and when the ranks
+        hold other weights than were published.
         """
         version, digests = self._begun()
         updates = self._updates(version, version, zeros, reports)
@@ -190,7 +198,10 @@ class ShardCoordinator:
     def _by_tensor(
         self, version: int, parent: int, reports: Iterable[ShardReport]
     ) -> dict[str, list[tuple[int, ShardTensor]]]:
-        """Tensors by name, each as the ranks report it, from one good report of every rank."""
+        """Return (rank, its blocks) of each tensor by name, from one report of every rank.
+
+        Raises ShardError for a missing, doubled or contradictory report.
+        """
         seen: set[int] = set()
         tensors: dict[str, list[tuple[int, ShardTensor]]] = {}
         for report in reports:
@@ -295,7 +306,8 @@ def hold(
 
 
 def check_fit(pieces: Sequence[Piece], weights: Mapping[str, LocalTensor]) -> None:
-    """Raise ShardError unless each piece lies inside its parameter."""
+    """Raise ShardError unless each piece lies inside its parameter and its type can be
+    published."""
     for piece in pieces:
         parameter = weights.get(piece.parameter)
         if parameter is None:
@@ -331,7 +343,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ShardSettings:
-    """`chunk_bytes`: dense bytes of a chunk; each of `threads` holds about two of them at once."""
+    """Settings of a ShardEncoder.
+
+    `chunk_bytes`: dense bytes of a chunk. `level`: codec level. `threads`: chunks encoded at once,
+    each of which takes about twice `chunk_bytes` of memory.
+    """
 
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     level: Level = Level.FAST
@@ -339,7 +355,7 @@ class ShardSettings:
 
 
 class ShardEncoder:
-    """One rank's pieces of the version that was published last."""
+    """Encoder of one rank's pieces; it holds a copy of their bits in the last published version."""
 
     def __init__(
         self,
@@ -350,7 +366,10 @@ class ShardEncoder:
         version: int = 0,
         settings: ShardSettings | None = None,
     ) -> None:
-        """Copy this rank's pieces out of `weights`, which are `version`. Raises ShardError."""
+        """Copies this rank's pieces out of `weights`, which are those of `version`.
+
+        Raises ShardError.
+        """
         self._store = store
         self._rank = rank
         self._pieces = tuple(pieces)
@@ -366,7 +385,10 @@ class ShardEncoder:
         return self._version
 
     def parts(self, *, of_zeros: bool = False) -> ShardReport:
-        """Its share of each tensor's digest; `of_zeros`: of the tensors that a base builds on."""
+        """Return a report of what this rank's pieces add to each tensor's digest.
+
+        `of_zeros`: as if all weights were zeros, which a base builds on.
+        """
 
         def part_of(part: HeldPart) -> tuple[None, int]:
             return None, block_part(np.zeros_like(part.bits) if of_zeros else part.bits, part.block)
@@ -377,10 +399,11 @@ class ShardEncoder:
     def encode(
         self, version: int, digests: Mapping[str, int], weights: Mapping[str, LocalTensor]
     ) -> ShardReport:
-        """Encode the step from the baseline to `weights`, which must stay as they are meanwhile.
+        """Encode the step from the held version to `weights` as `version`.
 
-        `digests`: of whole tensors, in the baseline's version. Changed chunks are durable when it
-        returns. Raises ShardError, StoreError.
+        Return this rank's report. `weights` must not change meanwhile. `digests`: digests of the
+        whole tensors in the held version. Chunks that change something are durable on return. The
+        held version changes only by `advance`. Raises ShardError, StoreError.
         """
         parent, self._pending = self.version, None
         check_fit(self._pieces, weights)
@@ -392,14 +415,18 @@ class ShardEncoder:
         return ShardReport(self._rank, version, parent, self._by_tensor(encoded))
 
     def encode_base(self, digests: Mapping[str, int]) -> ShardReport:
-        """Encode all of the baseline, for those who join; `digests`: of tensors of zeros."""
+        """Encode all held weights as a base; return this rank's report.
+
+        `digests`: digests of the whole tensors when all weights are zeros.
+        """
         encoded = self._encoded(digests, lambda part: (np.zeros_like(part.bits), part.bits))
         return ShardReport(self._rank, self.version, self.version, self._by_tensor(encoded))
 
     def advance(self, manifest: Manifest) -> None:
-        """The version that was encoded last is published: hold it from now on.
+        """Make the version that was encoded last, and is now published, the held one.
 
-        Raises ShardError when `manifest` is not made of this rank's report; the baseline stays.
+        Raises ShardError when `manifest` is not made of this rank's report; the held version stays
+        then.
         """
         version, refs = self._pending or (None, ())
         if (manifest.version, manifest.parent) != (version, self.version):

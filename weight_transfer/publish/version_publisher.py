@@ -24,7 +24,7 @@ DEFAULT_LIFETIME_S = 24 * 3600.0
 
 
 class VersionPublisher:
-    """Publishes versions of one job into a store."""
+    """Publisher of one job's versions from whole tensors: it encodes, stores and signs them."""
 
     def __init__(
         self,
@@ -55,10 +55,11 @@ class VersionPublisher:
         new: Mapping[str, AnyTensor],
         level: Level = Level.FAST,
     ) -> Manifest:
-        """Publish the step from `old` (version `parent`) to `new` (version `version`).
+        """Publish the step from `old` (version `parent`) to `new` (`version`).
 
-        Returns once every chunk and the manifest are durable: the caller's baseline may then
-        advance to `new`, whoever has pulled it yet.
+        Return its signed manifest. All chunks and the manifest are durable on return, so the
+        trainer's baseline may advance to `new` at once, whichever readers have fetched it. Raises
+        ManifestError, WrongBaseError, StoreError.
         """
         if version <= parent:
             raise ManifestError(f"version {version} does not follow its parent {parent}")
@@ -71,7 +72,10 @@ class VersionPublisher:
         return self.publish_updates(version, parent, tensors)
 
     def publish_base(self, version: int, tensors: Mapping[str, AnyTensor]) -> Manifest:
-        """Publish all weights of a version, for those who join: its delta may be published too."""
+        """Publish all weights of a version as a base for readers that join.
+
+        Return its signed manifest. A delta of the same version may be published too.
+        """
         updates = []
         for name in sorted(tensors):
             zeros = tensors[name].zeros()
@@ -86,7 +90,10 @@ class VersionPublisher:
         tensors: tuple[TensorUpdate, ...],
         origins: tuple[str, ...] = (),
     ) -> Manifest:
-        """Sign and publish what is encoded and durable, here or where `origins` say."""
+        """Sign and store a manifest of chunks that are durable already; return the manifest.
+
+        `origins`: addresses of the stores of chunks that are elsewhere.
+        """
         now_s = self._clock()
         manifest = Manifest(
             job=self._job,
@@ -105,11 +112,11 @@ class VersionPublisher:
         return manifest
 
     def renew(self) -> tuple[int, ...]:
-        """Sign the newest version anew where half of its life is over; returns what was renewed.
+        """Sign the newest delta and base again if less than half of their lifetime remains.
 
-        What expires is a signature: without this nobody who starts a day after the last version
-        would take it. Only what this key signed for this job is signed again. Raises
-        SignatureError for another's, StoreError.
+        Return the versions that were renewed, often (): an expired manifest would keep new readers
+        out, though its weights are the newest. Only this key's versions of this job are signed
+        again. Raises SignatureError for another key's, ManifestError for another job's, StoreError.
         """
         kinds = (self._store.versions(), False), (self._store.bases(), True)
         newest = [(versions[-1], base) for versions, base in kinds if versions]
@@ -128,10 +135,11 @@ class VersionPublisher:
         return True
 
     def _digests_of(self, version: int, tensors: Mapping[str, AnyTensor]) -> Mapping[str, int]:
-        """Known of the version that was published last; any other is read once, all of it.
+        """Return the digest of each tensor of a version.
 
-        Raises WrongBaseError where other weights were published as that version: a trainer that
-        went on from another checkpoint would diff against what nobody has.
+        Those of the last published one are cached. Raises WrongBaseError where other weights were
+        published as that version: a trainer that resumed from another checkpoint would publish
+        deltas that no reader can apply.
         """
         known, digests = self._known
         if known == version and digests.keys() == tensors.keys():
