@@ -23,16 +23,17 @@ MOST_CONNECTIONS = 256
 
 
 class OriginRefused(aiohttp.ClientError):
-    """This machine connects to nobody there; a failure of that source like any other."""
+    """Error for an address that this machine may not connect to; callers try their next source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """token: what callers bear, nothing when empty. The paths: all three of PEM files, or none.
+    """Token and certificates that servers and clients of weights show to each other.
 
-    With certificates both sides show theirs, and each must be signed by one of `ca`. origins:
-    scheme, host and port of those who get the token where nobody shows a certificate. insecure:
-    other machines may reach a server without certificates.
+    token: sent by callers, empty for none. ca, certificate, key: PEM files, all three or none; with
+    them each side shows its certificate, and each must be signed by one of `ca`. origins: URLs
+    (scheme, host, port) that get the token where no certificates are used. insecure: True allows a
+    server that other machines reach without certificates.
     """
 
     token: str = ""
@@ -60,7 +61,10 @@ class Credentials:
         key: Path | None = None,
         origins: Iterable[str] = (),
     ) -> Self:
-        """With the token of a file; ConfigError when the file cannot be read or is empty."""
+        """Return credentials with the token in a file.
+
+        Raises ConfigError for an unreadable or empty file.
+        """
         known = frozenset(origins)
         if token_file is None:
             return cls("", ca, certificate, key, known)
@@ -74,19 +78,24 @@ class Credentials:
         return cls(token, ca, certificate, key, known)
 
     def naming(self, urls: Iterable[str]) -> Self:
-        """With those that a configuration names at these addresses too. ConfigError."""
+        """Return a copy that also sends the token to the origins of these URLs.
+
+        Raises ConfigError for a malformed URL.
+        """
         checked = (URL(checked_url(url, "an address that gets the token")) for url in urls)
         return replace(self, origins=self.origins | {str(url.origin()) for url in checked})
 
     def proving(self, certificates: CertificateFiles) -> Self:
-        """With a process's own certificates."""
+        """Return a copy that shows a process's own certificate, with the paths of its files."""
         ca, certificate, key = certificates.paths
         return replace(self, ca=ca, certificate=certificate, key=key)
 
     def check_exposure(self, host: str) -> None:
-        """Raise ConfigError where other machines reach a server that nobody proves himself to.
+        """Raise ConfigError if a server at `host` is reachable from other machines without
+        certificates.
 
-        A token alone does not: over plain HTTP whoever listens learns it.
+        Loopback addresses and `insecure` are allowed. A token alone is not enough: over plain HTTP
+        any listener on the network learns it.
         """
         if not (self.insecure or self.ca or is_loopback(host)):
             raise ConfigError(
@@ -100,7 +109,7 @@ class Credentials:
         return "https" if self.ca else "http"
 
     def server(self) -> ssl.SSLContext | None:
-        """Return a TLS context that demands the caller's certificate; None without TLS.
+        """Return a TLS context that demands callers' certificates, None without TLS.
 
         Raises ConfigError.
         """
@@ -108,7 +117,10 @@ class Credentials:
         return files.server_context() if files else None
 
     def session(self) -> aiohttp.ClientSession:
-        """Connections that show what they have to, of files that may change. ConfigError."""
+        """Return a new HTTP client session that sends the token and shows the certificate.
+
+        Certificate files are read again when they change. Raises ConfigError.
+        """
         files = self.files()
         context = files.client_context() if files else None
         shown = files.material() if files else None
@@ -130,7 +142,8 @@ class Credentials:
     def bears(self, url: URL) -> bool:
         """Return True if a request to `url` carries the token.
 
-        Raises OriginRefused where no request may be sent at all.
+        With certificates each https URL gets it; without them, only the URLs in `origins`. Raises
+        OriginRefused for a plain http URL when certificates are given.
         """
         if self.ca is not None:
             if url.scheme != "https":
@@ -144,16 +157,17 @@ class Credentials:
     async def _shown(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """Add the token to a request, and to one that a redirect causes, if its URL may have it.
+        """Send a request, or one that a redirect causes, with the token if its URL may have it.
 
-        With certificates the server has proved its identity before any header is sent.
+        Return its response. With certificates the server has proved its identity before any header
+        is sent.
         """
         if self.bears(request.url):
             request.headers["Authorization"] = f"Bearer {self.token}"
         return await handler(request)
 
     def files(self) -> CertificateFiles | None:
-        """Return the certificate files, None without TLS. Raises ConfigError."""
+        """Return the certificate files as one object, None without TLS. Raises ConfigError."""
         return files_of(self.ca, self.certificate, self.key)
 
 
@@ -162,4 +176,4 @@ def _place(url: URL) -> tuple[str, str | None, int | None]:
 
 
 OPEN = Credentials()
-"""No token and no TLS: for loopback and trusted networks."""
+"""Credentials without token and TLS, for loopback and trusted networks."""

@@ -25,9 +25,9 @@ from weight_transfer.fetch.limits import Caps, DownloadLimits
 
 @dataclass(frozen=True, slots=True)
 class FollowedJob:
-    """A job whose versions a relay passes on, its publisher, and its trainer's key.
+    """A job whose versions a relay fetches and passes on.
 
-    verify_key: None passes on unsigned versions.
+    origin: URL of its publisher. verify_key: key of its trainer; None accepts unsigned versions.
     """
 
     job: str
@@ -36,10 +36,10 @@ class FollowedJob:
 
 
 class Relay:
-    """Store, fetcher and server of one member of a cluster.
+    """Relay node of a cluster: a chunk store with a fetcher and an HTTP server.
 
-    It fetches what the first neighbour asks for, and keeps it. `members`: addresses of all members,
-    this one among them.
+    It fetches an object when the first neighbour asks for it, and keeps it. `members`: URLs of all
+    relays, this one among them.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Relay:
         credentials: Credentials = OPEN,
         caps: Caps | None = None,
     ) -> None:
-        """`jobs`: the last one is meant by a request that names no job.
+        """`jobs`: a request that names no job means the last of them.
 
-        Raises ConfigError where other machines would reach it without certificates.
+        Raises ConfigError if other machines can reach the relay without certificates.
         """
         credentials.check_exposure(host)
         # Whoever configures this relay names them; no announcement does.
@@ -72,7 +72,7 @@ class Relay:
 
     @property
     def url(self) -> str:
-        """Address that the other members use."""
+        """URL at which the other members reach this relay."""
         return self._server.url
 
     def enrol(self, members: Iterable[str]) -> None:
@@ -82,7 +82,7 @@ class Relay:
         await self._server.start()
 
     async def close(self) -> None:
-        """Stop; received chunks stay on disk."""
+        """Stop fetching and serving; received chunks stay on disk."""
         await self.fetcher.close()
         await self._server.close()
         self.fetcher.receiving.close()
@@ -97,7 +97,10 @@ class Relay:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a relay; what cannot be done raises ConfigError, which `rose` says."""
+    """Run a relay until a signal stops it and return exit code 0.
+
+    Raises ConfigError for bad options.
+    """
     args = parser().parse_args(argv)
     if not (args.verify_key or args.unsigned):
         raise ConfigError("--verify-key is missing: anybody's weights would be kept; or --unsigned")
@@ -151,7 +154,11 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
 def followed_jobs(
     jobs: Sequence[str], origins: Sequence[str], keys: Sequence[str]
 ) -> list[FollowedJob]:
-    """Each job with its origin and key. Raises ConfigError where they do not fit each other."""
+    """Return the jobs with their origins and keys, which are given in the same order.
+
+    One key serves all jobs, no key accepts unsigned versions. Raises ConfigError where the numbers
+    do not fit.
+    """
     if len(origins) != len(jobs) or len(set(jobs)) != len(jobs):
         raise ConfigError(f"{len(jobs)} --job and {len(origins)} --origin: give each job its own")
     if len(keys) not in (0, 1, len(jobs)):
@@ -173,7 +180,7 @@ def _say(line: str) -> None:
 
 
 def parser(prog: str = "rose relay") -> Parser:
-    """Return the parser of `rose relay`."""
+    """Return the argument parser of `rose relay`."""
     parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--store", type=Path, required=True, metavar="DIR")
     more: dict[str, Any] = {"action": "append", "required": True}

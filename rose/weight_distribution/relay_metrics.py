@@ -12,11 +12,14 @@ from rose.security.certificates import CertificateFiles
 from weight_transfer.fetch.limits import Asked, ChunkSource, ReplyKind, Traffic
 
 Versions = Callable[[], Mapping[str, tuple[int, int]]]
-"""By job: how many versions are known, and the newest of them."""
+"""Function that returns (number of known versions, newest version) by job."""
 
 
 class RelayMetrics(Collector):
-    """Families of one relay; `versions` is asked on the relay's loop."""
+    """Prometheus collector of one relay: bytes served and fetched, replies, readers, versions.
+
+    `look` takes the values that belong to the relay's event loop; `collect` yields all metrics.
+    """
 
     def __init__(
         self,
@@ -35,11 +38,12 @@ class RelayMetrics(Collector):
         self.registry.register(self)
 
     def look(self) -> None:
-        """Count what a scrape shows."""
+        """Take the current numbers of versions and readers for the next scrape, on the relay's
+        event loop."""
         self._known, self._readers = self._versions(), self._traffic.readers()
 
     def describe(self) -> Iterable[Metric]:
-        """Names are checked for clashes without asking anybody."""
+        """Return no metrics, so that registering the collector does not collect."""
         return ()
 
     def collect(self) -> Iterator[Metric]:

@@ -20,9 +20,9 @@ RENEW_EVERY_S = 3_600.0
 
 @dataclass(frozen=True, slots=True)
 class Latest:
-    """A version that was published, with all of its weights, which do not change any more.
+    """A published version with all of its weights, which must not change any more.
 
-    No tensors: its ranks published it, and make the bases.
+    tensors: empty where a trainer's ranks have published the version and make the bases themselves.
     """
 
     version: int
@@ -31,10 +31,10 @@ class Latest:
 
 
 class RetentionTask:
-    """Retention after each version: makes a base where one is due, then collects unneeded files.
+    """Background task of a publisher: publishes bases, deletes unneeded files, renews signatures.
 
-    publisher: one of its own, since it works beside the training. It keeps the newest weights for
-    as long as it works on them.
+    publisher: one that no other task uses. The task holds the newest weights until its work on them
+    ends.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RetentionTask:
         on_trouble: Callable[[str], None],
     ) -> None:
         self.publishing = asyncio.Lock()
-        """Held while chunks are put whose manifest is not written yet: none is collected then."""
+        """Lock held while chunks are stored before their manifest: no file is deleted meanwhile."""
         self._store = store
         self._publisher = publisher
         self._leases = leases
@@ -55,11 +55,15 @@ class RetentionTask:
         self._renewing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """From now on the newest version is signed anew before it expires, however old it gets."""
+        """Start to sign the newest version again before its signature expires, every hour until
+        `close`."""
         self._renewing = asyncio.create_task(self._renew())
 
     async def renew(self) -> None:
-        """Sign the newest version anew where that is due."""
+        """Sign the newest delta and base again if less than half of their lifetime remains.
+
+        Log failures.
+        """
         async with self.publishing:
             try:
                 await asyncio.to_thread(self._publisher.renew)
@@ -72,7 +76,11 @@ class RetentionTask:
             await asyncio.sleep(RENEW_EVERY_S)
 
     def published(self, latest: Latest) -> None:
-        """A version was published: it is announced next. Returns at once."""
+        """Record a new version, lease its parent and start the background work. Returns at once.
+
+        Call it before the version is announced: a node that learns of it then has LONGEST_TTL_S to
+        take a lease of its own.
+        """
         # Whoever hears of it has that long to take a lease of its own.
         self._hold(f"announced {latest.version}", latest.parent)
         self._latest = latest
@@ -80,12 +88,12 @@ class RetentionTask:
             self._task = asyncio.create_task(self._work())
 
     async def settle(self) -> None:
-        """Return once nothing is left to do."""
+        """Wait until the background work on published versions has ended."""
         if self._task:
             await self._task
 
     async def close(self) -> None:
-        """Stop; a base that is half made is made again after the next version."""
+        """Cancel all work; a base that is half published is published after the next version."""
         tasks = [task for task in (self._task, self._renewing) if task]
         for task in tasks:
             task.cancel()
@@ -106,7 +114,10 @@ class RetentionTask:
                 self._on_trouble(f"retention after version {latest.version}: {described(error)}")
 
     def base_due(self, size: int) -> bool:
-        """Return True if to join takes too much without a base; `size`: bytes of all weights."""
+        """Return True if a base of the newest version should be published.
+
+        `size`: bytes of all weights. Version 0 counts as a base of that size.
+        """
         catalog = self._store.catalog()
         # Version 0 is the model that every engine starts from: a base too. Any other version that
         # a chain begins with has lost its base.

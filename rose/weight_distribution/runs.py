@@ -38,7 +38,7 @@ RETRY_S = 0.5
 # A dead run holds its job for that long after its last renewal.
 WAIT_S = RUN_TTL_S + 2 * RETRY_S
 RENEWALS = 4
-"""Renewals within the time for which a run may be silent."""
+"""Number of renewals within the time after which the scheduler takes a run for dead."""
 END_S = 2.0
 _log = logging.getLogger(__name__)
 FILE = "run"
@@ -49,9 +49,10 @@ _HELD: set[Path] = set()
 
 
 class RunRoot:
-    """The lock of a root, held from `take` to `close`.
+    """Exclusive lock on a publisher's root folder, held from `take` to `close`.
 
-    `claim`: the run, this process of it (drawn at each start), and its holder, for people.
+    `claim`: message for the scheduler with the run's id, a random id of this process, and the
+    holder's name as text.
     """
 
     def __init__(self, place: Path, file: HeldFile, claim: rose_pb2.Claim) -> None:
@@ -61,9 +62,10 @@ class RunRoot:
 
     @classmethod
     def take(cls, root: Path, name: str = "") -> Self:
-        """Take the root for this process; `name`: what its user calls the run, for people.
+        """Lock the root for this process and return the lock; `name`: label of the run in messages.
 
-        RefusedError names the process that has it; ConfigError says why it cannot be locked.
+        The run's id is read from the root's file, or drawn and written there. Raises RefusedError
+        that names the process with the lock, ConfigError when the root cannot be locked.
         """
         place = (root / FILE).resolve()
         if place in _HELD:
@@ -92,14 +94,15 @@ class RunRoot:
         return cls(place, file, claim)
 
     def close(self) -> None:
-        """Let go of it; the run keeps its name."""
+        """Release the lock; the run's id stays in the root's file."""
         if self._place in _HELD:
             _HELD.discard(self._place)
             self._file.close()
 
 
 def _said_holder(place: Path) -> str:
-    """Return the holder that a root's file names, or its process where the file was cut off."""
+    """Return the holder's name in the root's lock file, or its process id where the file is
+    damaged."""
     try:
         fields = json.loads(place.read_bytes())
         holder = fields.get("holder") if isinstance(fields, dict) else None
@@ -111,7 +114,10 @@ def _said_holder(place: Path) -> str:
 def run_error(
     error: grpc.aio.AioRpcError | UnavailableError,
 ) -> RunHeldError | RunFencedError | None:
-    """Return the typed error of a refusal that concerns runs, None for any other."""
+    """Return RunHeldError or RunFencedError for a failed call that another run caused, else None.
+
+    The gRPC status ALREADY_EXISTS is RunHeldError, ABORTED is RunFencedError.
+    """
     if isinstance(error, grpc.aio.AioRpcError):
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             return RunHeldError(str(error.details()))
@@ -121,12 +127,16 @@ def run_error(
 
 
 def reason_of(error: grpc.aio.AioRpcError | UnavailableError) -> str:
-    """Return the text of a call's failure."""
+    """Return the text of a failed call to the scheduler."""
     return str(error.details() if isinstance(error, grpc.aio.AioRpcError) else error)
 
 
 async def until_free(register: Callable[[], Coroutine[None, None, T]], wait_s: float) -> T:
-    """Register, for `wait_s` again and again while another run has the job. RunHeldError then."""
+    """Call `register` until no other run holds the job, and return its result.
+
+    It is repeated every RETRY_S for at most `wait_s`; then the last RunHeldError is raised. Any
+    other error is raised at once.
+    """
     loop = asyncio.get_running_loop()
     until_s, warned = loop.time() + wait_s, False
     while True:
@@ -142,7 +152,8 @@ async def until_free(register: Callable[[], Coroutine[None, None, T]], wait_s: f
 
 
 class RunKeeper:
-    """Renews one run until it is closed."""
+    """Task that renews one run's claim on its job at the scheduler until the claim is lost or
+    closed."""
 
     def __init__(self, scheduler: LeaderChannel, job: str, claim: rose_pb2.Claim) -> None:
         self._scheduler = scheduler
@@ -152,21 +163,31 @@ class RunKeeper:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, ttl_s: float) -> None:
-        """Renew it from now on; `ttl_s`: for how long it may be silent, 0: nobody asks."""
+        """Start to renew the run four times in every `ttl_s`.
+
+        0: the scheduler expects no renewals.
+        """
         if ttl_s:
             self._task = asyncio.create_task(self._renew(ttl_s))
 
     def check(self) -> None:
-        """Raise `RunFencedError` where another run was seen to have the job."""
+        """Raise RunFencedError if a renewal or another call showed that another run has the job."""
         if self._fenced:
             raise RunFencedError(self._fenced)
 
     def lost(self, error: RunFencedError) -> None:
-        """A call was refused since another run has the job."""
+        """Record that a call was refused because another run has the job.
+
+        The first error is kept.
+        """
         self._fenced = self._fenced or str(error)
 
     async def close(self) -> None:
-        """Say that the run is over, so that the next one need not wait; it may stay unheard."""
+        """Stop renewing, and tell the scheduler that the run is over, so that the next need not
+        wait.
+
+        A scheduler that cannot be reached is ignored.
+        """
         if self._task is None:
             return
         self._task.cancel()

@@ -22,9 +22,9 @@ SHUTDOWN_S = 60.0
 
 
 class VersionServer(VersionRoutes):
-    """Server of a store's versions at an address.
+    """HTTP server of a chunk store's versions at `host`:`port`.
 
-    credentials: what callers must show. host: the address to listen at.
+    credentials: token and certificates that callers must show.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class VersionServer(VersionRoutes):
         lead: GroupLead | None = None,
         signer: Signer | None = None,
     ) -> None:
-        """Raises ConfigError where other machines would reach it without certificates."""
+        """Raises ConfigError if other machines can reach the server without certificates."""
         credentials.check_exposure(host)
         super().__init__(store, self._check_caller, fetcher, leases, lead, signer)
         self._host = host
@@ -51,7 +51,10 @@ class VersionServer(VersionRoutes):
         return f"{self._credentials.scheme}://{host_port(self._host, self._port)}"
 
     async def start(self) -> None:
-        """Bind the port; ConfigError when it stays taken or a certificate cannot be used."""
+        """Bind the port and serve.
+
+        Raises ConfigError when the port stays taken or a certificate is bad.
+        """
         port = HttpPort(
             self.app(),
             self._host,

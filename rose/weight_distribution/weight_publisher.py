@@ -68,9 +68,11 @@ ANNOUNCE_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """Cost of a publication: bytes that cross a link once, and the share of elements changed.
+    """Costs of a published version.
 
-    `level`: how it was encoded.
+    wire_bytes: encoded chunks and manifest, as one reader fetches them. full_bytes: all weights
+    unencoded. density: share of weights that changed. publish_s: seconds from the call to the
+    announcement. level: codec level.
     """
 
     version: int
@@ -83,11 +85,11 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """State of the job and its root at a publisher's start.
+    """State of the job and of its root folder at a publisher's start.
 
-    latest: newest version that the job has, 0 before the first; the next one is greater. resumed:
-    newest version in the root that can be restored and gone on from, None where a new base is to be
-    published. why_anew: why there is none, for people.
+    latest: greatest version number that is used up, 0 before the first; the next version is
+    greater. resumed: version that can be restored from the root and continued, None if a new base
+    must be published. why_anew: reason why it is None, as text.
     """
 
     latest: int
@@ -99,15 +101,15 @@ class Begun:
 class PublisherSettings:
     """Settings of a WeightPublisher beside its job, scheduler, root, port and key.
 
-    host: address of this machine that all nodes reach. credentials: what nodes must show.
-    certificates: the trainer's own, of its job, for the scheduler, and for nodes where
-    `credentials` names none. insecure: other machines may reach it without certificates.
-    on_update: treatment of turns in flight when a replica takes a version. level: `fast`,
-    `compact` (fewer bytes, more work), or `auto`, by the rate at which readers take chunks.
-    model: name of version 0 on nodes; empty: the model that replicas start with. weight,
-    max_guests: the job's share beside other jobs', and its quota (0 for none). run: name of the
-    run for people. take_over: fence a trainer that has the job, instead of being refused.
-    checkpoint: folder of version 0, from which a run is restored until its root has a base.
+    host: address of this machine that all nodes reach. credentials: token and certificates that
+    nodes must show. certificates: the trainer's own, used for the scheduler, and for nodes where
+    `credentials` names none. insecure: True allows nodes without certificates. on_update: treatment
+    of turns in flight when a replica takes a version. level: `fast`, `compact` (fewer bytes, more
+    work), or `auto`, by the rate at which readers take chunks. model: name of version 0 on nodes;
+    empty: the model that replicas start with. weight: share of guests beside other jobs.
+    max_guests: most guests that the job may lease at once, 0 for no limit. run: label of the run in
+    messages. take_over: fence a trainer that has the job, instead of being refused. checkpoint:
+    folder of version 0, from which a run is restored until its root has a base.
     """
 
     host: str = "127.0.0.1"
@@ -128,16 +130,20 @@ DEFAULTS = PublisherSettings()
 
 
 def trainers_channel(scheduler: str, certificates: CertificateFiles | None) -> LeaderChannel:
-    """Make a trainer's way to the scheduler. ConfigError for a certificate of another role."""
+    """Return a new gRPC channel from a trainer to the leading scheduler.
+
+    Raises ConfigError for a certificate of another role.
+    """
     if certificates is not None:
         certificates.insist(Role.TRAINER)
     return LeaderChannel(scheduler, "the publisher's scheduler", certificates)
 
 
 class WeightPublisher:
-    """Publishes the versions of one job: durable first, then announced.
+    """Publisher of one job's versions: it stores each durably and announces it to the scheduler.
 
-    The trainer's baseline may advance as soon as `publish` returns, whoever has pulled it yet.
+    It serves them over HTTP, too. The trainer's baseline may advance as soon as `publish` returns,
+    whichever replicas have fetched the version.
     """
 
     _server_class: type[VersionServer] = VersionServer
@@ -154,7 +160,8 @@ class WeightPublisher:
     ) -> None:
         """`scheduler`: HOST:PORT, several with commas.
 
-        Raises ConfigError where other machines reach it without certificates.
+        `max_staleness`: versions that a healthy replica may lag. Raises ConfigError if other
+        machines can reach the server without certificates.
         """
         store = self._store = ChunkStore(root)
         self._root = root
@@ -200,24 +207,24 @@ class WeightPublisher:
 
     @property
     def url(self) -> str:
-        """Address from which versions are fetched."""
+        """URL at which this publisher serves versions."""
         return self._server.url
 
     @property
     def begun(self) -> Begun:
-        """Result of `start`. Raises RefusedError before it."""
+        """State that `start` returned. Raises RefusedError before `start`."""
         if self._begun is None:
             raise RefusedError("the publisher was not started; call start() first")
         return self._begun
 
     async def start(self) -> Begun:
-        """Serve, register the job, and find out what may be gone on from.
+        """Lock the root, serve it, register the job; return what may be continued.
 
         A version that is durable and was never announced, since its trainer was killed, is
-        announced now. RefusedError where a trainer that lives publishes from the same root.
-        RunHeldError where one with another root has the job; a dead one is waited for, some ten
-        seconds at most. The run is renewed on this event loop: one that stands still for longer may
-        lose the job to whoever comes meanwhile.
+        announced now. Raises RefusedError where a living trainer publishes from the same root, and
+        RunHeldError where a run with another root has the job and stays alive; a dead one is waited
+        for, some ten seconds at most. The run is renewed on this event loop: a loop that stands
+        still for longer may lose the job to another trainer.
         """
         self._held = await asyncio.to_thread(RunRoot.take, self._root, self._settings.run)
         try:
@@ -254,7 +261,11 @@ class WeightPublisher:
         return self._held.claim
 
     def _found(self, reply: rose_pb2.RegisterJobReply) -> Begun:
-        """Compare the versions in the root with those that the scheduler knows."""
+        """Return what may be continued: compare the root's versions with those the scheduler knows.
+
+        Manifests of versions that were never announced and cannot be restored are deleted, for the
+        newest whole one before them.
+        """
         assert self._held is not None
         latest, newest = int(reply.latest_version), newest_version(self._store)
         if not newest:  # A base of version 0 is the model.
@@ -287,7 +298,10 @@ class WeightPublisher:
         return Begun(used, why_anew=why)
 
     def _check_whole(self, version: int) -> None:
-        """Raise WeightError when a version cannot be restored; damaged chunks are dropped."""
+        """Raise WeightError when a version cannot be restored from the root.
+
+        Damaged chunks, and the manifests that name them, are deleted on the way.
+        """
         self._manifest(version).verify(self._key.verify_key)
         damaged: list[str] = []
         while True:
@@ -308,7 +322,7 @@ class WeightPublisher:
                 self._store.drop(name)
 
     def _check_root(self) -> None:
-        """Raise RefusedError where the root is another job's."""
+        """Raise RefusedError if the root holds versions of another job."""
         newest = newest_version(self._store)
         if newest is None:
             return
@@ -322,9 +336,10 @@ class WeightPublisher:
             )
 
     def _news(self, resumed: int, reply: rose_pb2.RegisterJobReply) -> list[tuple[int, int]]:
-        """(version, parent) of what the scheduler is to be told, oldest first.
+        """Return (version, parent) of each version to announce to the scheduler, oldest first.
 
-        Of what it knows the newest one is said again: this publisher may serve elsewhere.
+        The newest version is announced again even if the scheduler knows it, since this publisher
+        may have another URL.
         """
         known = int(reply.latest_version)
         if resumed == known:
@@ -345,7 +360,10 @@ class WeightPublisher:
         return news[::-1]
 
     def _manifest(self, version: int) -> Manifest:
-        """Return the manifest that a version was announced by: its delta, if it has both."""
+        """Return the manifest of a version's delta, or of its base if it has no delta.
+
+        Raises ManifestError when it is damaged.
+        """
         manifest = self._store.find_manifest(version) or self._store.find_manifest(
             version, base=True
         )
@@ -354,10 +372,11 @@ class WeightPublisher:
         return manifest
 
     async def restore(self) -> Mapping[str, TensorBits]:
-        """Return the weights of the version that is gone on from, proved against its digests.
+        """Return the weights of the version `begun.resumed` by tensor name, checked against its
+        digests.
 
-        RefusedError where there is none. WeightError for parts that are damaged; `publish_anew`
-        then begins a chain without them.
+        Raises RefusedError if there is no such version, and WeightError for damaged parts;
+        `publish_anew` then begins a chain without them.
         """
         resumed = self.begun.resumed
         if resumed is None:
@@ -382,11 +401,13 @@ class WeightPublisher:
         old: Mapping[str, TensorBits],
         new: Mapping[str, TensorBits],
     ) -> Receipt:
-        """Publish the step from `old` (version `parent`) to `new` and announce it.
+        """Publish the step from `old` (version `parent`) to `new` as `version`, announce it, return
+        its costs.
 
-        `new` is read once more behind the caller's back, where a base is due: hand in weights that
-        are not written to any more. Raises RunFencedError once another trainer has the job, and
-        NotAnnouncedError where the version is durable and no scheduler was told: go on from it.
+        `new` may be read once more in the background, when a base is due: hand in weights that are
+        not written to any more. Raises RefusedError for numbers that do not follow, RunFencedError
+        once another trainer has the job, and NotAnnouncedError where the version is durable but no
+        scheduler could be reached; continue from it, since the next call announces it too.
         """
         self._check_next(version, parent)
         started_s = time.perf_counter()
@@ -403,10 +424,10 @@ class WeightPublisher:
     async def publish_anew(self, version: int, tensors: Mapping[str, TensorBits]) -> Receipt:
         """Publish all weights as a version without a parent, which replaces the job's chain.
 
-        Replicas come to it by an ordinary update, whatever version they are at. `version` is
-        greater than all that the job had: RefusedError otherwise. The old chain is dropped by the
-        scheduler at once, and from the root once nobody reads it. `tensors` are read behind the
-        caller's back no more.
+        Return its costs. Replicas of any version take it by an ordinary update. `version` must be
+        greater than all that the job had, else RefusedError is raised. The scheduler drops the old
+        chain at once; the root deletes it once no reader needs it. `tensors` are not read after the
+        call returns.
         """
         self._check_unused(version)
         started_s = time.perf_counter()
@@ -428,7 +449,7 @@ class WeightPublisher:
             )
 
     def _check_next(self, version: int, parent: int) -> None:
-        """Raise RefusedError for a step that no replica could take."""
+        """Raise RefusedError for a (version, parent) whose delta no replica could take."""
         begun = self.begun
         self._check_run()
         if version <= begun.latest:
@@ -448,7 +469,8 @@ class WeightPublisher:
             )
 
     async def _announce(self, version: int, parent: int) -> None:
-        """Tell the scheduler, of those that it could not be told of before too."""
+        """Announce a version to the scheduler, after those before it that could not be
+        announced."""
         self._unannounced.append((version, parent))
         async with self._announcing:
             while self._unannounced:
@@ -470,7 +492,11 @@ class WeightPublisher:
     async def _call(
         self, ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]", failure: str
     ) -> R:
-        """Ask the scheduler; UnavailableError begins with `failure`. Errors of runs as they are."""
+        """Call the scheduler and return its reply.
+
+        Raises RunHeldError or RunFencedError as they are, and UnavailableError, which begins with
+        `failure`, for the rest.
+        """
         try:
             return await self._scheduler.call(ask, ANNOUNCE_TIMEOUT_S)
         except (grpc.aio.AioRpcError, UnavailableError) as error:
@@ -498,9 +524,9 @@ class WeightPublisher:
     async def announce(self, version: int, parent: int) -> None:
         """Announce a version that ranks have put into the root by themselves.
 
-        `parent`: the version itself for a base that begins a chain anew. What nobody needs any more
-        is collected; bases that are due are the ranks' (`base_due`). RefusedError for one that is
-        not in the root.
+        `parent`: `version` itself for a base that begins a chain anew. Files that no reader needs
+        are deleted in the background; the ranks publish bases that are due (`base_due`). Raises
+        RefusedError for a version that is not in the root, and like `publish`.
         """
         self._check_run()
         if not self._store.manifest_path(version, base=version == parent).is_file():
@@ -509,26 +535,33 @@ class WeightPublisher:
         await self._announce(version, parent)
 
     async def publish_base(self, version: int, tensors: Mapping[str, TensorBits]) -> None:
-        """Publish a version as a whole, so that replicas of other jobs come to it by an update.
+        """Publish all weights of a version as a base, without announcing it.
 
-        Of version 0, the job's model, before its first version: without any base a replica that
-        held another job's weights starts its engine anew. Nothing is announced.
+        Publish version 0, the job's model, so before the first version: then replicas that hold
+        another job's weights come to it by an update instead of an engine restart.
         """
         async with self._retention.publishing:
             await asyncio.to_thread(self._publisher.publish_base, version, tensors)
 
     @asynccontextmanager
     async def adding(self) -> AsyncIterator[None]:
-        """Nothing of the root is collected within: others put chunks there."""
+        """Yield a context in which no file of the root is deleted, so that others can add
+        chunks."""
         async with self._retention.publishing:
             yield
 
     async def base_due(self, full_bytes: int) -> bool:
-        """Return True if to join takes too much without a base; `full_bytes`: of all weights."""
+        """Return True if a base of the newest version should be published for joining readers.
+
+        `full_bytes`: bytes of all weights.
+        """
         return await asyncio.to_thread(self._retention.base_due, full_bytes)
 
     async def end_job(self) -> None:
-        """Give back all that the job has leased, when no more rollouts are wanted."""
+        """Ask the scheduler to end the job, which returns all of its leases, and end the run.
+
+        Raises UnavailableError.
+        """
         claim = self._claim if self._held is not None else None
         request = rose_pb2.EndJobRequest(job=self._job, claim=claim)
         await self._call(
@@ -539,11 +572,12 @@ class WeightPublisher:
             await self._keeper.close()
 
     async def settle(self) -> None:
-        """Return once the bases that are due are made and what nobody needs is gone."""
+        """Wait until bases that are due are published and files that no reader needs are
+        deleted."""
         await self._retention.settle()
 
     async def close(self) -> None:
-        """Stop serving, and let the next run begin; published files stay."""
+        """Stop serving and release the run and the root; published files stay."""
         if self._keeper is not None:
             await self._keeper.close()
         await self._retention.close()

@@ -280,7 +280,10 @@ def _sum(shards: Iterable[tuple[int, ShardTensor]]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class HeldPart:
-    """A block of a piece; `bits` are its weights, row by row and the rank's own copy."""
+    """A block of a piece that fits one chunk, with a copy of its weights in the held version.
+
+    `bits`: the weights, row by row.
+    """
 
     piece: Piece
     dtype: str
@@ -289,18 +292,21 @@ class HeldPart:
 
     @property
     def tensor(self) -> str:
-        """The checkpoint tensor that it is of."""
+        """Name of the checkpoint tensor that the block belongs to."""
         return self.piece.tensor
 
     def read(self, weights: Mapping[str, LocalTensor]) -> Bits:
-        """The same weights as the trainer has them now."""
+        """Return the block's weights as they are now in the trainer's `weights`."""
         return _read(self.piece, self.block, weights)
 
 
 def hold(
     pieces: Sequence[Piece], weights: Mapping[str, LocalTensor], chunk_bytes: int
 ) -> tuple[HeldPart, ...]:
-    """Copy the pieces out of `weights`, part by part. Raises ShardError where they do not fit."""
+    """Return copies of the pieces' weights in `weights`, cut into parts of at most `chunk_bytes`.
+
+    Raises ShardError where a piece does not fit its parameter.
+    """
     check_fit(pieces, weights)
     return tuple(part for piece in pieces for part in _parts(piece, weights, chunk_bytes))
 
