@@ -24,7 +24,8 @@ INDEX = "model" + SUFFIX + ".index.json"
 NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
 MAX_INDEX_BYTES = 64 << 20
 MAX_OTHER_BYTES = 64 << 20
-"""Larger files without tensors are no part of a checkpoint: they are read whole."""
+"""Files without tensors above this size are left out of a checkpoint, since others are read
+whole."""
 # Weights in other formats and a trainer's state.
 _FOREIGN = (
     *(SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl", ".npz", ".npy", ".h5", ".msgpack"),
@@ -36,7 +37,7 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class CheckpointEntry:
-    """One tensor of a file; its bytes are [begin, end) of the whole file."""
+    """One tensor of a safetensors file; its bytes are [begin, end) of the whole file."""
 
     name: str
     dtype: str
@@ -47,10 +48,10 @@ class CheckpointEntry:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One safetensors file. `path` is relative to its checkpoint, with slashes.
+    """One safetensors file of a checkpoint. `path` is relative to the checkpoint, with slashes.
 
-    `head`: its bytes before the first tensor. `entries`: in the order of their bytes, which they
-    cover without a hole.
+    `head`: bytes before the first tensor. `entries`: the file's tensors in the order of their
+    bytes, which cover the rest of the file without a hole.
     """
 
     path: str
@@ -60,13 +61,16 @@ class Shard:
 
 
 class Checkpoint:
-    """A readable checkpoint; tensors are views of the files' bytes."""
+    """A safetensors checkpoint that is open for reading.
+
+    Its tensors are views of the mapped files.
+    """
 
     def __init__(self, root: Path, shards: tuple[Shard, ...], others: tuple[str, ...]) -> None:
         self.root = root
         self.shards = shards
         self.others = others
-        """Further files of the folder, relative, sorted."""
+        """Paths of the folder's files without tensors, relative to the folder, sorted."""
         self._places: dict[str, tuple[Shard, CheckpointEntry]] = {}
         for shard in shards:
             for entry in shard.entries:
@@ -77,7 +81,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path) -> Checkpoint:
-        """Open a file or a folder; raises TensorFormatError that says what is wrong with it."""
+        """Return the checkpoint in a safetensors file, or in a folder of them.
+
+        Only headers are read. Raises TensorFormatError that says what is wrong with it.
+        """
         if path.is_file():
             return cls(path, (parse_shard(path, path.name),), ())
         if not path.is_dir():
@@ -107,14 +114,14 @@ class Checkpoint:
 
     @classmethod
     def of_model(cls, model_dir: Path) -> Checkpoint:
-        """Open a Hugging Face model directory. Raises TensorFormatError."""
+        """Return the checkpoint in a Hugging Face model folder. Raises TensorFormatError."""
         if not model_dir.is_dir():
             raise TensorFormatError(f"{model_dir}: no such folder; give a model's folder")
         return cls.open(model_dir)
 
     @property
     def single(self) -> bool:
-        """True for a checkpoint of one file, False for a folder."""
+        """True if the checkpoint is one file, False for a folder."""
         return self.root.is_file()
 
     @property
@@ -135,7 +142,8 @@ class Checkpoint:
         return self.root if self.single else self.root / path
 
     def tensor(self, name: str) -> TensorBits:
-        """A tensor, to be read only. It is a view: whoever changes the file changes it."""
+        """Return a tensor as a read-only view of its mapped file: a change of the file changes
+        it."""
         shard, entry = self._places[name]
         data = self._maps.get(shard.path)
         if data is None:
@@ -145,13 +153,16 @@ class Checkpoint:
 
 
 def view(data: NDArray[np.uint8], entry: CheckpointEntry) -> TensorBits:
-    """The tensor at its place in the bytes of its file."""
+    """Return the tensor of `entry` as a view of its file's bytes `data`."""
     bits = data[entry.begin : entry.end].view(unsigned(WIDTHS[entry.dtype]))
     return TensorBits(entry.name, entry.dtype, entry.shape, bits)
 
 
 def parse_shard(path: Path, name: str) -> Shard:
-    """Read the header of a safetensors file and check it against the file."""
+    """Return the safetensors file at `path`, listed as `name`.
+
+    Its header is checked against its size. Raises TensorFormatError.
+    """
     status = path.stat()
     size = status.st_size
     if not stat.S_ISREG(status.st_mode):  # A FIFO would hold its reader up for ever.
@@ -166,7 +177,11 @@ def parse_shard(path: Path, name: str) -> Shard:
 
 
 def parse_head(head: bytes, size: int, where: str) -> tuple[CheckpointEntry, ...]:
-    """The entries of a file of `size` bytes that begins with `head`."""
+    """Return the tensors of a safetensors file of `size` bytes, given its first bytes `head`.
+
+    They are in the order of their bytes. `where` names the file in errors. Raises
+    TensorFormatError.
+    """
     if len(head) != _LENGTH_BYTES + int.from_bytes(head[:_LENGTH_BYTES], "little"):
         raise TensorFormatError(f"{where}: its header has another length than it says")
     try:
@@ -191,12 +206,12 @@ def parse_head(head: bytes, size: int, where: str) -> tuple[CheckpointEntry, ...
 
 
 def read_safetensors(path: Path) -> dict[str, TensorBits]:
-    """Read every tensor of one safetensors file into memory, nothing converted."""
+    """Return all tensors of a safetensors file by name, copied into memory as they are."""
     return _loaded(Checkpoint.open(path))
 
 
 def read_model_dir(model_dir: Path) -> dict[str, TensorBits]:
-    """Read all `*.safetensors` of a Hugging Face model directory into memory."""
+    """Return all tensors of a Hugging Face model folder by name, copied into memory as they are."""
     return _loaded(Checkpoint.of_model(model_dir))
 
 
@@ -224,7 +239,7 @@ def _entry(where: str, name: str, entry: Any, origin: int) -> CheckpointEntry:  
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Return the shard of each tensor by a folder's index, nothing where there is none."""
+    """Return the file name of each tensor by a folder's index file, {} without an index file."""
     path = folder / INDEX
     if not path.is_file():
         return {}
@@ -244,7 +259,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _unindexed(folder: Path) -> list[str]:
-    """Return the names of the shards of a folder without an index, sorted."""
+    """Return the safetensors file names of a folder without an index, sorted."""
     # A subfolder may hold another checkpoint, or a copy of this one.
     names = sorted(each.name for each in folder.glob("*" + SUFFIX) if each.name[0] != ".")
     if not names:
@@ -257,7 +272,10 @@ def _unindexed(folder: Path) -> list[str]:
 
 
 def _others(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of files that go with the weights: not hidden, of bounded size."""
+    """Yield the relative paths of a folder's files without weights, such as configurations.
+
+    Hidden files, weights in other formats and files above MAX_OTHER_BYTES are left out.
+    """
     for here, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:

@@ -41,14 +41,15 @@ FORMAT = 1
 HEADER = struct.Struct("<4sBBBBQQQQQQQ")
 _COLUMN_BITS = 32
 DEFAULT_CHUNK_BYTES = 64 << 20
-"""Dense bytes of one chunk; larger tensors are cut at row boundaries."""
+"""Unencoded bytes of one chunk; larger tensors are cut at row boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
     """Header of a chunk; rows are [first_row, end_row) of its tensor.
 
-    `columns`: [first, end) of each row, None for all of them.
+    `columns`: [first, end) of each row, None for all of them. `width`: bytes of a weight.
+    `changed`: number of changed weights. `base_digest`: digest of the whole old tensor.
     """
 
     encoding: Encoding
@@ -63,12 +64,12 @@ class ChunkHeader:
 
     @property
     def block(self) -> Block:
-        """Part of the tensor that the chunk covers."""
+        """Block of the tensor that the chunk covers."""
         columns = (0, self.row_elements) if self.columns is None else self.columns
         return Block((self.first_row, self.end_row), columns, self.row_elements)
 
     def ref(self, name: str) -> ChunkRef:
-        """Return how a manifest lists this chunk under its name."""
+        """Return the manifest's entry for this chunk under its name."""
         return ChunkRef(
             id=name,
             rows=(self.first_row, self.end_row),
@@ -81,7 +82,10 @@ class ChunkHeader:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk in the making. `digest_change`: what its tensor's digest grows by, mod 2^64."""
+    """A new chunk: its header and its encoded bytes, header included.
+
+    `digest_change`: increase of its tensor's digest, mod 2^64.
+    """
 
     header: ChunkHeader
     encoded: bytes
@@ -89,18 +93,19 @@ class EncodedChunk:
 
 
 def chunk_id(encoded: bytes) -> str:
-    """Return a chunk's name: BLAKE3 of its encoded bytes, 64 hex digits."""
+    """Return a chunk's name: the BLAKE3 of its encoded bytes, 64 hex digits."""
     return blake3.blake3(encoded).hexdigest()
 
 
 def check_id(name: str, encoded: bytes) -> None:
-    """Raise ChunkDigestError unless `encoded` is what `name` promises."""
+    """Raise ChunkDigestError unless `name` is the BLAKE3 of `encoded`."""
     if chunk_id(encoded) != name:
         raise ChunkDigestError(f"chunk {name} is damaged ({len(encoded)} bytes); fetch it again")
 
 
 def row_ranges(tensor: AnyTensor, chunk_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield [first, end) row ranges of at most `chunk_bytes` dense bytes, at least one row."""
+    """Yield [first, end) row ranges of at most `chunk_bytes` dense bytes, or of one row if it is
+    longer."""
     row_bytes = max(1, tensor.row_elements * tensor.bits.itemsize)
     step = max(1, chunk_bytes // row_bytes)
     for first in range(0, tensor.rows, step):
@@ -114,7 +119,10 @@ def encode_chunk(
     base_digest: int,
     level: Level = Level.FAST,
 ) -> EncodedChunk:
-    """Encode rows [a, b) of the step from `old` to `new`; `base_digest` is that of all of `old`."""
+    """Return a chunk of rows [a, b) of the step from `old` to `new`.
+
+    `base_digest`: digest of all of `old`.
+    """
     block = Block.of_rows(rows, old.row_elements)
     part = slice(block.first, block.first + block.elements)
     before, after = old.bits[part], new.bits[part]
@@ -129,10 +137,10 @@ def encode_block(
     base_digest: int,
     level: Level = Level.FAST,
 ) -> EncodedChunk:
-    """Encode a block's own weights, row by row; `base_digest` is that of its whole old tensor.
+    """Return a chunk of a block's change; `old`, `new` are the block's weights, row by row.
 
-    Raises ChunkFormatError for columns that a header cannot name, TensorFormatError for some
-    columns of a tensor on a device.
+    `base_digest`: digest of the whole old tensor. Raises ChunkFormatError for columns beyond 2^32,
+    TensorFormatError for some columns of a tensor on a device.
     """
     if not block.is_whole_rows and block.columns[1] >> _COLUMN_BITS:
         raise ChunkFormatError(f"columns {block.columns} end beyond 2^32; shard by rows instead")
@@ -156,10 +164,11 @@ def encode_block(
 def update_of(
     old: AnyTensor, before: int, chunks: Iterable[EncodedChunk], put: Callable[[bytes], str]
 ) -> TensorUpdate:
-    """Store a tensor's chunks by `put`, which names them; return what a manifest says of it.
+    """Store a tensor's chunks by `put`, which returns their names.
 
-    `before` is the digest of `old`. A chunk is stored as soon as it comes; those that change
-    nothing only with others: a tensor that did not change is listed without chunks.
+    Return the manifest's entry for it. `before` is the digest of `old`. Chunks are stored as they
+    come. Those that change nothing are stored only if others change something: a tensor that did
+    not change is listed without chunks.
     """
     after = before
     refs, empty = list[ChunkRef](), list[bytes]()
@@ -181,7 +190,7 @@ def update_of(
 
 
 def encode_nothing(shape: tuple[int, ...], ref: ChunkRef, width: int, base_digest: int) -> bytes:
-    """Return an empty delta for one block of the reference."""
+    """Return the bytes of a chunk that changes nothing, for the block that `ref` lists."""
     header = ChunkHeader(
         encoding=Encoding.EMPTY,
         width=width,
@@ -197,7 +206,7 @@ def encode_nothing(shape: tuple[int, ...], ref: ChunkRef, width: int, base_diges
 
 
 def parse_header(encoded: bytes) -> ChunkHeader:
-    """Read and check the header of an untrusted chunk; raises ChunkFormatError."""
+    """Return the header of an untrusted chunk, checked in itself. Raises ChunkFormatError."""
     if len(encoded) < HEADER.size:
         raise ChunkFormatError(f"{len(encoded)} bytes are shorter than a chunk's header")
     magic, form, encoding, width, pad, *numbers, stretch = HEADER.unpack_from(encoded)
@@ -224,10 +233,10 @@ def _check_columns(header: ChunkHeader) -> None:
 
 
 def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
-    """Decode an untrusted chunk against the tensor it was made for.
+    """Return the change that an untrusted chunk makes to the tensor it was made for.
 
-    `base_digest` is the digest of `old`. Raises ChunkFormatError for malformed bytes and
-    WrongBaseError when the chunk was made for other weights.
+    `base_digest` is the digest of `old`, of which nothing is written. Raises ChunkFormatError for
+    malformed bytes and WrongBaseError when the chunk was made for other weights.
     """
     header = _header_for(encoded, old, base_digest)
     payload = memoryview(encoded)[HEADER.size :]
@@ -238,11 +247,11 @@ def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
 
 
 def overwrite_chunk(encoded: bytes, tensor: TensorBits, base_digest: int) -> int:
-    """Decode an untrusted chunk right into its tensor, whose bits can be written to.
+    """Write an untrusted chunk's new weights into its tensor.
 
-    Returns what the tensor's digest grows by. `base_digest` is the digest before the version. A
-    chunk touches its own block alone, so those of one version may go on at the same time. Raises
-    like `decode_chunk`; nothing is written then.
+    Return the increase of the tensor's digest. `base_digest` is the digest before the version. A
+    chunk touches its own block alone, so those of one version may be written at the same time.
+    Raises like `decode_chunk`; nothing is written then.
     """
     header = _header_for(encoded, tensor, base_digest)
     block = header.block
@@ -293,9 +302,9 @@ def _pack(header: ChunkHeader) -> bytes:
 def in_order(
     pool: Executor, threads: int, work: Callable[[Item], Result], items: Iterable[Item]
 ) -> Iterator[Result]:
-    """Yield results in the order of items; as many run at once as there are threads.
+    """Yield work(item) of each item, in order; `threads` + 1 items at most are in work at once.
 
-    So few chunks are in memory.
+    So only few chunks are in memory.
     """
     pending: deque[Future[Result]] = deque()
     for item in items:

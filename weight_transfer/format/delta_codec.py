@@ -41,24 +41,27 @@ PLANE_HEADER = struct.Struct("<BI")
 ZSTD_LEVEL = 1
 _RAW, _ZSTD, _SAME = 0, 1, 2
 Part: TypeAlias = bytes | memoryview
-"""A piece of a payload: joined once, since a chunk may be as large as its weights."""
+"""Part of a payload; parts are joined once, since a chunk may be as large as its weights."""
 _STRETCH = 1 << 20
 _SAMPLE = 1 << 16
 _MODULUS = 1 << 64
 _SPARSE_SHARE = 4
-"""One in so many weights may change before a bitmap, which no gap can beat then, is tried."""
+"""One weight of this many may change before a bitmap is tried: no sparse form is shorter then."""
 _SURELY_COMPACT = 4096
 _GAP_BYTES = 4
 
 
 def planes_needed(values: NDArray[np.unsignedinteger[Any]]) -> int:
-    """Return how many low bytes hold every value (at least 1)."""
+    """Return the number of low bytes that hold every value, 1 at least."""
     top = int(values.max()) if values.size else 0
     return max(1, (top.bit_length() + 7) // 8)
 
 
 def pack_planes(values: NDArray[np.unsignedinteger[Any]], count: int) -> list[Part]:
-    """Return the low `count` bytes of `values` as planes, least significant first, to be joined."""
+    """Return the low `count` bytes of `values` as compressed byte planes, least significant first.
+
+    The parts are to be joined before `values` change.
+    """
     return [part for plane in range(count) for part in _pack_plane_of(values, plane)]
 
 
@@ -72,14 +75,18 @@ def _pack_plane_of(values: NDArray[np.unsignedinteger[Any]], plane: int) -> list
 
 
 def pack_plane(raw: NDArray[np.uint8]) -> list[Part]:
-    """Return one plane, compressed where that helps; `raw` must not change until it is joined."""
+    """Return header and body of one byte plane, compressed by zstd if that is shorter, else
+    `raw` itself."""
     packed = zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(raw.data)
     tag, body = (_ZSTD, packed) if len(packed) < raw.size else (_RAW, raw.data)
     return [PLANE_HEADER.pack(tag, len(body)), body]
 
 
 class PlaneReader:
-    """Reads planes of known sizes from untrusted bytes; raises ChunkFormatError, never grows."""
+    """Reader of byte planes from an untrusted payload.
+
+    It allocates only the sizes that callers expect.
+    """
 
     def __init__(self, payload: memoryview) -> None:
         self._payload = payload
@@ -89,7 +96,10 @@ class PlaneReader:
         return self._take(1)[0]
 
     def plane(self, size: int) -> NDArray[np.uint8]:
-        """Read one plane that must hold exactly `size` bytes."""
+        """Return the next plane, decompressed.
+
+        Raises ChunkFormatError unless it has `size` bytes.
+        """
         tag, length = PLANE_HEADER.unpack(self._take(PLANE_HEADER.size))
         body = self._take(length)
         if tag == _RAW:
@@ -105,14 +115,14 @@ class PlaneReader:
         return np.frombuffer(raw, dtype=np.uint8)
 
     def integers(self, size: int, planes: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Read `size` unsigned integers of which the low `planes` bytes are stored."""
+        """Return `size` unsigned integers, whose low `planes` bytes are the next planes."""
         values = np.zeros(size, dtype)
         for plane in range(planes):
             join_plane(plane, self.plane(size), values)
         return values
 
     def finish(self) -> None:
-        """Insist that nothing is left over."""
+        """Raise ChunkFormatError if bytes follow the last plane."""
         if self._at != len(self._payload):
             raise ChunkFormatError(f"{len(self._payload) - self._at} bytes after the last plane")
 
@@ -136,7 +146,7 @@ def _decompress(body: bytes, size: int) -> bytes:
 
 
 class Encoding(IntEnum):
-    """Encoding of a chunk's payload."""
+    """Encoding of a chunk's payload, as its header numbers it."""
 
     EMPTY = 0
     SPARSE = 1
@@ -146,7 +156,7 @@ class Encoding(IntEnum):
 
 
 class Level(StrEnum):
-    """Codec level of a sparse chunk: little time, or few bytes."""
+    """Codec level of a sparse chunk: `fast` takes little time, `compact` few bytes."""
 
     FAST = "fast"
     COMPACT = "compact"
@@ -154,7 +164,10 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An encoded range. `growth`: of its tensor's digest, mod MODULUS."""
+    """Encoded range of weights, its payload in parts to be joined.
+
+    `changed`: changed weights. `growth`: increase of the tensor's digest, mod 2^64.
+    """
 
     encoding: Encoding
     changed: int
@@ -163,12 +176,15 @@ class Encoded:
 
     @property
     def size(self) -> int:
-        """Bytes of the payload, which is all parts joined."""
+        """Bytes of the payload, all parts joined."""
         return sum(len(part) for part in self.parts)
 
 
 def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
-    """Encode a range whose first weight has index `first` in its tensor."""
+    """Encode a range of which many weights changed as a bitmap or dense, whichever is shorter.
+
+    `first`: index of the range's first weight in its tensor.
+    """
     if old.size <= _SAMPLE:
         return min(
             _mapped(old, new, first), _anew(old, new, first), key=lambda encoded: encoded.size
@@ -185,7 +201,7 @@ def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
 
 
 def _mapped(old: Flat, new: Flat, first: int) -> Encoded:
-    """A bit for each weight, then what the marked ones change by."""
+    """Encode a range as a bitmap of the changed weights and their deltas."""
     processor = processor_of(old, new)
     bitmap = np.empty((old.size + 7) // 8, np.uint8)
     # Only what is written to takes memory.
@@ -212,7 +228,7 @@ def _mapped(old: Flat, new: Flat, first: int) -> Encoded:
 
 
 def _anew(old: Flat, new: Flat, first: int) -> Encoded:
-    """All new weights."""
+    """Encode a range as all its new weights (dense)."""
     processor = processor_of(old, new)
     changed, growth = 0, 0
     for at in range(0, old.size, _STRETCH):
@@ -226,7 +242,10 @@ def _anew(old: Flat, new: Flat, first: int) -> Encoded:
 def encode_payload(
     old: Flat, new: Flat, kind: WeightClass, level: Level = Level.FAST, first: int = 0
 ) -> Encoded:
-    """Encode a range whose first weight has index `first` in its tensor, the smallest way."""
+    """Return the change of a range from `old` to `new` in its smallest encoding at this level.
+
+    `first`: index of the range's first weight in its tensor. `kind`: class bits of its dtype.
+    """
     difference = processor_of(old, new).compare(old, new, old.size // _SPARSE_SHARE, first)
     if difference is None:
         return _crowded(old, new, first)
@@ -245,9 +264,9 @@ def encode_payload(
 def decode_payload(
     encoding: Encoding, changed: int, payload: memoryview, old: Bits
 ) -> tuple[NDArray[np.int64], Bits]:
-    """Return (changed indices within the range, their new bits), given the range's old bits.
+    """Return (ascending changed indices in the range, their new bits), given the range's old bits.
 
-    Raises ChunkFormatError for any payload that is not the one encoding of such a change.
+    Raises ChunkFormatError for any payload that is not the encoding of exactly `changed` changes.
     """
     if changed > old.size or (encoding is Encoding.EMPTY) != (changed == 0):
         raise ChunkFormatError(f"{changed} changes claimed by {encoding.name} of {old.size}")
@@ -277,7 +296,10 @@ def decode_payload(
 
 
 def decode_dense(changed: int, payload: memoryview, old: Bits) -> Bits:
-    """Return all new bits of a dense payload. Raises ChunkFormatError."""
+    """Return all new bits of a range from a dense payload.
+
+    Raises ChunkFormatError unless exactly `changed` of them differ from `old`.
+    """
     reader = PlaneReader(payload)
     dense: Bits = reader.integers(old.size, old.itemsize, old.dtype)
     reader.finish()

@@ -24,15 +24,16 @@ from weight_transfer.kernels.cpu import sum_block, sum_difference, sum_pending
 from weight_transfer.kernels.processor import processor_of
 
 Range: TypeAlias = tuple[int, int]
-"""[first, end)."""
+"""Range of rows, columns or weights: [first, end)."""
 MODULUS = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Rows [a, b) x columns [c, d) of a tensor whose rows have `row_elements` weights.
+    """Rectangle of a tensor: rows [a, b) x columns [c, d), each row having `row_elements` weights.
 
-    Its weights are numbered row by row: `local` indices, 0 to `elements`.
+    Its weights are numbered row by row: `local` indices, 0 to `elements`. Raises TensorFormatError
+    for an empty rectangle or one outside of a row.
     """
 
     rows: Range
@@ -50,17 +51,17 @@ class Block:
 
     @classmethod
     def of_rows(cls, rows: Range, row_elements: int) -> Block:
-        """All columns of some rows."""
+        """Return the block of all columns of rows [a, b)."""
         return cls(rows, (0, row_elements), row_elements)
 
     @property
     def is_whole_rows(self) -> bool:
-        """True if the block is one flat range of the tensor."""
+        """True if the block has all columns, so that it is one flat range of the tensor."""
         return self.columns == (0, self.row_elements)
 
     @property
     def width(self) -> int:
-        """Weights of one of its rows."""
+        """Number of weights in each of the block's rows."""
         return self.columns[1] - self.columns[0]
 
     @property
@@ -69,11 +70,14 @@ class Block:
 
     @property
     def first(self) -> int:
-        """Flat index of its first weight in the tensor."""
+        """Flat index in the tensor of the block's first weight."""
         return self.rows[0] * self.row_elements + self.columns[0]
 
     def cut(self, bits: Bits) -> Bits:
-        """Its weights out of the whole tensor's; a view of `bits` where rows are whole."""
+        """Return the block's weights out of a whole tensor's flat `bits`, row by row.
+
+        It is a view of `bits` for whole rows and a copy for some columns.
+        """
         if self.is_whole_rows:
             return bits[self.first : self.first + self.elements]
         rows = bits.reshape(-1, self.row_elements)[slice(*self.rows), slice(*self.columns)]
@@ -81,7 +85,7 @@ class Block:
         return cut
 
     def flat(self, local: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Turn indices within it into those in the tensor, in place; ascending stays ascending."""
+        """Turn local indices into flat indices in the tensor, in place; return them, order kept."""
         if not self.is_whole_rows:
             rows = local // self.width
             rows *= self.row_elements - self.width
@@ -90,7 +94,10 @@ class Block:
         return local
 
     def parts(self, most_elements: int) -> Iterator[Block]:
-        """Cut the block by rows into ones of at most `most_elements` weights, or of one row."""
+        """Yield the block cut by rows into blocks of at most `most_elements` weights.
+
+        Each has one row at least, however long it is.
+        """
         first, end = self.rows
         step = max(1, most_elements // max(1, self.width))
         for row in range(first, end, step):
@@ -98,7 +105,8 @@ class Block:
 
 
 def tiling_fault(rows: int, row_elements: int, blocks: Iterable[tuple[Range, Range]]) -> str:
-    """Return where (rows, columns) pairs fail to cover each weight once; empty when they do.
+    """Return a text that says where (rows, columns) pairs fail to cover a tensor exactly once, ""
+    if they do.
 
     They must come in order of (first row, first column): then each has to begin where the lowest
     and leftmost weight is that none before it covers. So it is enough to remember how far down each
@@ -125,12 +133,12 @@ def tiling_fault(rows: int, row_elements: int, blocks: Iterable[tuple[Range, Ran
 
 
 def digest_part(bits: Flat, first: int) -> int:
-    """Return what a range adds to the digest of its tensor: the sum over ranges, mod MODULUS."""
+    """Return what a flat range from index `first` on adds to its tensor's digest, mod 2^64."""
     return processor_of(bits).digest(bits, first)
 
 
 def block_part(bits: Flat, block: Block) -> int:
-    """Return what a block adds to the digest of its tensor; `bits` are its own, row by row.
+    """Return what a block adds to its tensor's digest; `bits` are the block's weights, row by row.
 
     Raises TensorFormatError for some columns of a tensor on a device.
     """
@@ -144,20 +152,26 @@ def block_part(bits: Flat, block: Block) -> int:
 
 
 def block_growth(old: Flat, new: Flat, block: Block) -> int:
-    """Return what that part grows by when the block's own weights go from `old` to `new`."""
+    """Return the increase of a tensor's digest, mod 2^64, when a block goes from `old` to `new`."""
     return (block_part(new, block) - block_part(old, block)) % MODULUS
 
 
 def digest_of(bits: Flat) -> int:
-    """Return the digest of a whole tensor, 0 for an empty one."""
+    """Return the 64-bit digest of a whole tensor's bits, 0 for an empty one."""
     return processor_of(bits).digest(bits, 0)
 
 
 def updated(digest: int, indices: NDArray[np.int64], old: Bits, new: Bits) -> int:
-    """Return the digest after `bits[indices]` went from `old` to `new`; indices are distinct."""
+    """Return a tensor's digest after its weights at distinct `indices` went from `old` to `new`.
+
+    `digest`: the one before; `old` and `new` hold the changed weights alone.
+    """
     return (digest + int(sum_difference(indices, old, new))) % MODULUS
 
 
 def after_write(digest: int, bits: Bits, indices: NDArray[np.int64], values: Bits) -> int:
-    """Return the digest that `bits` will have once `values` are written to `indices`."""
+    """Return the digest that `bits` will have once `values` are written to `indices`.
+
+    Nothing is written.
+    """
     return (digest + int(sum_pending(bits, indices, values))) % MODULUS

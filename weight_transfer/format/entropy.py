@@ -35,7 +35,7 @@ _RARE = 0.005
 
 @dataclass(frozen=True, slots=True)
 class _Classes:
-    """Classes with changes, ascending, each with its Rice parameter and number of changes."""
+    """Magnitude classes that hold changes, ascending, with Rice parameter and number of changes."""
 
     lowest: int
     highest: int
@@ -44,7 +44,11 @@ class _Classes:
     counts: NDArray[np.int64]
 
     def ends(self) -> NDArray[np.uint8]:
-        """Return (lowest, first, last, highest) class; the outer ones belong to first or last."""
+        """Return u8 (lowest, first, last, highest) class number.
+
+        Classes from lowest to first are counted with first, and those from last to highest with
+        last.
+        """
         first, last = int(self.numbers[0]), int(self.numbers[-1])
         return np.array([self.lowest, first, last, self.highest], np.uint8)
 
@@ -58,7 +62,8 @@ class _Classes:
 
 
 def encode_compact(difference: Difference, kind: WeightClass) -> bytes:
-    """Encode changes, at least one."""
+    """Return the payload of the `compact` encoding of a range's changes, of which there is at
+    least one."""
     classes = _gathered(difference.class_counts(kind))
     gaps, codes = difference.by_class(kind, classes.ends(), classes.numbers, classes.starts())
     parts = classes.parts()
@@ -72,7 +77,11 @@ def encode_compact(difference: Difference, kind: WeightClass) -> bytes:
 
 
 def decode_compact(payload: memoryview, changed: int, old: Bits) -> tuple[NDArray[np.int64], Bits]:
-    """Return (indices, new values). Raises ChunkFormatError for what no encoder writes."""
+    """Return (indices i64[changed], new weights) of a `compact` payload, given the range's old
+    weights.
+
+    Raises ChunkFormatError for bytes that no encoder writes.
+    """
     if len(payload) < _HEAD.size:
         raise ChunkFormatError("compact chunk ends in its head; fetch it again")
     shift, width, lowest, highest, present, coded_size, raw_size = _HEAD.unpack_from(payload)
@@ -141,7 +150,7 @@ def _entropy_decoded(
 
 
 def _gathered(counts: NDArray[np.int64]) -> _Classes:
-    """Classes with changes; those at both ends that hold few are one with their neighbour."""
+    """Return the classes with changes; rare ones at both ends are merged with their neighbour."""
     changed = np.flatnonzero(counts)
     below, total = np.cumsum(counts), int(counts.sum())
     first = int(np.searchsorted(below, total * _RARE, side="right"))
@@ -154,7 +163,7 @@ def _gathered(counts: NDArray[np.int64]) -> _Classes:
 
 
 def _rice(gaps: NDArray[np.uint32]) -> int:
-    """The parameter whose unary parts are short and whose low parts are nearly uniform."""
+    """Return the Rice parameter for rank gaps: short unary parts and nearly uniform low parts."""
     return min(_MOST_RICE, max(0, int(float(gaps.mean()) * 0.7).bit_length() - 1))
 
 

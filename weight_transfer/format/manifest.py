@@ -32,7 +32,7 @@ from weight_transfer.format.digest import Range, tiling_fault
 from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind, SigningKey, VerifyKey
 
 CODEC = "fast-1"
-"""Name of the chunk format of `chunk` and `delta_codec`."""
+"""Name of the chunk format that `chunk` and `delta_codec` write."""
 MAX_MANIFEST_BYTES: Final = 32 << 20
 MOST_LINE_BYTES: Final = 512 << 10
 MOST_TENSORS: Final = 1 << 17
@@ -52,10 +52,12 @@ Url = Annotated[str, Meta(max_length=2_048)]
 
 
 class ChunkRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One chunk by name; `rows` is [first, end), `codec` its encoding in lower case.
+    """Entry of a manifest for one chunk.
 
-    `columns`: [first, end) of each row's elements, None for all of them. `origin`: which of the
-    manifest's origins has it, None for where the manifest came from.
+    `rows` is [first, end), `codec` its encoding in lower case. `columns`: [first, end) of each
+    row's elements, None for all of them. `changed`: number of weights that the chunk changes.
+    `origin`: index of the store that serves it in the manifest's origins, None for the server of
+    the manifest.
     """
 
     id: Hex64
@@ -68,7 +70,7 @@ class ChunkRef(Struct, frozen=True, array_like=True, forbid_unknown_fields=True,
 
 
 class TensorUpdate(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """One tensor; digests are 16 hex digits of `digest.digest_of`."""
+    """Entry of a manifest for one tensor; digests are 16 hex digits of `digest.digest_of`."""
 
     name: Name
     dtype: Word
@@ -92,7 +94,7 @@ class OnUpdate(StrEnum):
 
 
 class ManifestHead(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """First line of a manifest."""
+    """First line of a manifest: everything but the entries of its tensors, which it counts."""
 
     job: Name
     version: Count
@@ -112,11 +114,12 @@ _read_tensor = msgspec.json.Decoder(TensorUpdate).decode
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One published version; times are wall-clock seconds.
+    """Signed description of one published version: its chunks by tensor.
 
-    A base, all weights anew, is a version that names itself as its parent: its chunks build on
-    zeros. `origins`: addresses of the stores that hold chunks, where they are several.
-    `on_update`: what the job wants for its turns in flight. `signature`: of 64 bytes, or empty.
+    Times are in wall-clock seconds. A base, all weights anew, names itself as its parent, and its
+    chunks build on zeros. `origins`: addresses of the stores that hold chunks, where they are
+    several. `on_update`: treatment of turns in flight when a replica takes the version.
+    `signature`: 64 bytes, or empty.
     """
 
     job: str
@@ -141,17 +144,17 @@ class Manifest:
 
     @property
     def chunks(self) -> tuple[ChunkRef, ...]:
-        """All chunks, in tensor order; the same id may occur more than once."""
+        """Entries of all chunks, in tensor order; the same id may occur more than once."""
         return tuple(chunk for tensor in self.tensors for chunk in tensor.chunks)
 
     @property
     def is_base(self) -> bool:
-        """True for a version with all of its weights, which builds on no other."""
+        """True for a base: a version with all of its weights, which builds on no other."""
         return self.parent == self.version
 
     @property
     def wire_bytes(self) -> int:
-        """Encoded bytes that cross a link, each chunk once."""
+        """Encoded bytes of all chunks, equal chunks counted once."""
         return sum({chunk.id: chunk.encoded_bytes for chunk in self.chunks}.values())
 
     @property
@@ -160,23 +163,23 @@ class Manifest:
 
     @property
     def digests(self) -> dict[str, int]:
-        """Digest of each tensor in this version."""
+        """Digest of each tensor in this version, by name."""
         return {tensor.name: int(tensor.digest_after, 16) for tensor in self.tensors}
 
     def signed(self, key: SigningKey) -> Manifest:
-        """Return this manifest with `key`'s signature.
+        """Return a copy of this manifest with `key`'s signature.
 
-        Raises ManifestError for one that no reader would accept, since it is too large.
+        Raises ManifestError for a manifest that is larger than readers accept.
         """
         self._check_bounds()
         return replace(self, signature=self._envelope().signed(key).signature)
 
     def verify(self, key: VerifyKey) -> None:
-        """Raise SignatureError unless `key` signed exactly this."""
+        """Raise SignatureError unless `key` signed exactly this manifest."""
         self._envelope().verify(key)
 
     def says_as_much_as(self, other: Manifest) -> bool:
-        """Return True if both describe the same weights, whenever they were signed."""
+        """Return True if the other manifest differs in times and signature at most."""
         timeless = [
             msgspec.structs.replace(each._head(), created_s=0.0, expires_s=0.0)
             for each in (self, other)
@@ -187,26 +190,29 @@ class Manifest:
         return all(a == b for a, b in zip(self.tensors, other.tensors, strict=True))
 
     def to_bytes(self) -> bytes:
-        """Return the whole manifest, as it is stored and sent."""
+        """Return the whole manifest as it is stored and sent: its lines in a signed envelope."""
         return b"".join(self.parts())
 
     def parts(self) -> Iterator[bytes]:
-        """Yield `to_bytes` in small parts: to join megabytes holds the interpreter's lock."""
+        """Yield the bytes of `to_bytes` in small parts: joining megabytes holds the
+        interpreter's lock."""
         yield Envelope(Kind.MANIFEST, b"", self.signature).to_bytes()
         yield from self._lines()
 
     @property
     def size(self) -> int:
-        """Bytes of the manifest, as it is stored and sent."""
+        """Bytes of the manifest as it is stored and sent."""
         return sum(map(len, self.parts()))
 
     @classmethod
     def from_bytes(cls, raw: bytes | bytearray, verify_key: VerifyKey | None = None) -> Manifest:
-        """Read untrusted bytes; nothing of them is parsed before `verify_key` has vouched for them.
+        """Return the manifest in untrusted bytes, which are parsed only after `verify_key` verified
+        them.
 
         Raises ManifestError for anything but a manifest, SignatureError where another key, or none,
-        signed it. Without `verify_key` the signature is not asked for. Holds the interpreter's lock
-        for a line at a time, so it may run beside what must not wait: in a thread.
+        signed it. Without `verify_key` the signature is not checked. Expiry is not checked. It
+        holds the interpreter's lock for a line at a time, so that it can run in a thread beside
+        urgent work.
         """
         envelope = Envelope.of(raw, Kind.MANIFEST, MAX_MANIFEST_BYTES)
         if verify_key is not None:
@@ -249,40 +255,46 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedManifest:
-    """A manifest whose signature was checked, once, where it entered this process.
+    """A manifest whose signature was checked once, where it entered this process.
 
-    Made by `read` and `check` alone. With a key of None no signature is required.
+    Only `read` and `check` make one. With a key of None no signature is required.
     """
 
     manifest: Manifest
 
     @classmethod
     def read(cls, raw: bytes | bytearray, verify_key: VerifyKey | None) -> VerifiedManifest:
-        """Read untrusted bytes. Raises like `Manifest.from_bytes`."""
+        """Return the manifest in untrusted bytes, verified. Raises like `Manifest.from_bytes`."""
         return cls(Manifest.from_bytes(raw, verify_key))
 
     @classmethod
     def check(cls, manifest: Manifest, verify_key: VerifyKey | None) -> VerifiedManifest:
-        """Check a manifest that was read before. Raises SignatureError."""
+        """Return a parsed manifest as verified. Raises SignatureError."""
         if verify_key is not None:
             manifest.verify(verify_key)
         return cls(manifest)
 
 
 def head_of(raw: bytes | bytearray) -> ManifestHead:
-    """Return a manifest's first line, with its job and expiry, read alone. Raises ManifestError."""
+    """Return the first line of a manifest's bytes, with its job, version and expiry.
+
+    The rest is not read. Raises ManifestError. The signature is not checked.
+    """
     first = raw[: HEAD_BYTES + MOST_LINE_BYTES + 1]
     Envelope.of(first, Kind.MANIFEST, MAX_MANIFEST_BYTES)
     return _head_of(next(_lines(first), b""))
 
 
 def hex_digest(digest: int) -> str:
-    """Return a tensor digest as a manifest writes it."""
+    """Return a tensor digest as 16 hex digits, as a manifest writes it."""
     return f"{digest:016x}"
 
 
 def check_tiling(tensor: TensorUpdate) -> None:
-    """Raise ManifestError unless the chunks cover the tensor once, or say that nothing changed."""
+    """Raise ManifestError unless the tensor's chunks cover it exactly once.
+
+    A tensor without chunks must have equal digests before and after.
+    """
     if not tensor.chunks:
         if tensor.digest_before != tensor.digest_after:
             raise ManifestError(f"{tensor.name}: digests differ and no chunk says how")
@@ -298,7 +310,7 @@ def check_tiling(tensor: TensorUpdate) -> None:
 
 
 def _lines(raw: bytes | bytearray) -> Iterator[bytes | bytearray]:
-    """Lines of an envelope, without their ends, of bounded length each. Raises ManifestError."""
+    """Yield the lines of an envelope without their ends. Raises ManifestError for one too long."""
     at = HEAD_BYTES
     while at < len(raw):
         end = raw.find(b"\n", at, at + MOST_LINE_BYTES + 1)

@@ -31,19 +31,19 @@ SEED_BYTES: Final = 32
 FORMAT: Final = 2
 _MAGIC: Final = b"ROSS"
 _DOMAIN: Final = b"rose/signed\n"
-"""Signed in front of the rest, so a signature never means anything elsewhere."""
+"""Prefix of each signed message, so that a signature of ROSE's means nothing elsewhere."""
 _UNSIGNED: Final = bytes(SIGNATURE_BYTES)
 _BLOCK_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyKey:
-    """Public half: 64 hex digits, safe to hand around."""
+    """Public Ed25519 key of a trainer, 64 hex digits; safe to hand around."""
 
     hex: str
 
     def verify(self, message: bytes, signature: bytes) -> None:
-        """Raise SignatureError unless `signature` signs `message`."""
+        """Raise SignatureError unless `signature` is this key's signature of `message`."""
         try:
             key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(self.hex))
             key.verify(signature, message)
@@ -54,7 +54,10 @@ class VerifyKey:
 
 
 class SigningKey:
-    """Private half; stays with the trainer."""
+    """Private Ed25519 key of a trainer, which signs manifests and catalogs.
+
+    It stays with the trainer.
+    """
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
@@ -65,7 +68,7 @@ class SigningKey:
 
     @classmethod
     def from_hex(cls, seed_hex: str) -> SigningKey:
-        """Make the key of a 32-byte seed."""
+        """Return the key of a 32-byte seed of 64 hex digits. Raises SignatureError."""
         try:
             return cls(Ed25519PrivateKey.from_private_bytes(bytes.fromhex(seed_hex.strip())))
         except ValueError as error:
@@ -84,14 +87,14 @@ class SigningKey:
         return key
 
     def save(self, path: Path) -> None:
-        """Write the key to a new file that only its owner can read."""
+        """Write the key to a new file with mode 0600. Raises FileExistsError."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(self._key.private_bytes_raw().hex() + self.verify_key.hex + "\n")
 
     @property
     def verify_key(self) -> VerifyKey:
-        """Public half."""
+        """Public key, which verifies this key's signatures."""
         return VerifyKey(self._key.public_key().public_bytes_raw().hex())
 
     def sign(self, message: bytes) -> bytes:
@@ -99,7 +102,7 @@ class SigningKey:
 
 
 class Kind(IntEnum):
-    """Kind of a payload: a signature of one kind is none of another."""
+    """Kind of a signed payload: the signature of one kind does not verify as another."""
 
     MANIFEST = 1
     CATALOG = 2
@@ -115,9 +118,10 @@ HEAD_BYTES: Final = len(_head(Kind.MANIFEST)) + SIGNATURE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A payload that nobody has read yet, and the signature that came with it (empty: none).
+    """A payload that is not parsed yet, and the signature that came with it (empty: none).
 
-    Of a payload that came there is no copy: to make one of megabytes holds the interpreter's lock.
+    The payload is a view of the received bytes, not a copy: copying megabytes holds the
+    interpreter's lock.
     """
 
     kind: Kind
@@ -126,7 +130,11 @@ class Envelope:
 
     @classmethod
     def of(cls, raw: bytes | bytearray, kind: Kind, most_bytes: int) -> Envelope:
-        """Split untrusted bytes, at most so many. Raises ManifestError for anything else."""
+        """Return the envelope in untrusted bytes, of which the payload is not parsed and not
+        verified.
+
+        Raises ManifestError for more than `most_bytes`, another kind or another format.
+        """
         if len(raw) > most_bytes:
             raise ManifestError(f"{len(raw)} bytes; {most_bytes} are allowed")
         head = _head(kind)
@@ -140,11 +148,11 @@ class Envelope:
         return cls(kind, payload, b"" if signature == _UNSIGNED else signature)
 
     def signed(self, key: SigningKey) -> Envelope:
-        """Return this payload with `key`'s signature."""
+        """Return an envelope of the same payload with `key`'s signature."""
         return Envelope(self.kind, self.payload, key.sign(self._message()))
 
     def verify(self, key: VerifyKey) -> None:
-        """Raise SignatureError unless `key` signed exactly these bytes, as this kind."""
+        """Raise SignatureError unless `key` signed exactly this payload as this kind."""
         if not self.signature:
             raise SignatureError("there is no signature; let the job's trainer publish it")
         key.verify(self._message(), self.signature)

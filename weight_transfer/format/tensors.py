@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 Bits: TypeAlias = NDArray[np.unsignedinteger[Any]]
-"""Flat array of uint8, uint16, uint32 or uint64, one per weight."""
+"""Flat array of uint8, uint16, uint32 or uint64: the bits of one weight in each element."""
 SAFETENSORS = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
@@ -50,20 +50,21 @@ SAFETENSORS = {
     "BOOL": ("bool", 1),
 }
 WIDTHS = dict(SAFETENSORS.values())
-"""Bytes of one element by dtype name (torch's names)."""
+"""Bytes of one element by torch's dtype name."""
 SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightClass:
-    """Bits of a weight that give its magnitude: `bits` of them from bit `shift` on (0: none)."""
+    """Bit field of a weight that gives its magnitude class: `bits` bits from bit `shift` on (0:
+    none)."""
 
     shift: int
     bits: int
 
     @property
     def mask(self) -> int:
-        """Mask of the bits once they are shifted down."""
+        """Mask of the field's bits after they are shifted down."""
         return (1 << self.bits) - 1
 
 
@@ -79,13 +80,13 @@ _EXPONENTS = {
 
 
 def unsigned(width: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """Return the little-endian unsigned integer type of `width` bytes (1, 2, 4 or 8)."""
+    """Return numpy's little-endian unsigned integer type of `width` bytes (1, 2, 4 or 8)."""
     return np.dtype(f"<u{width}")
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Layout of a checkpoint tensor, wherever its weights are."""
+    """Name, dtype and shape of a checkpoint tensor, in whichever memory its weights are."""
 
     name: str
     dtype: str
@@ -93,7 +94,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Length of the first dimension; a scalar is one row."""
+        """Length of the first dimension; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -106,13 +107,19 @@ class Layout:
 
 
 def weight_class_of(dtype: str) -> WeightClass:
-    """Return the bits that classify weights of a dtype; integers have one class."""
+    """Return the exponent bits of a dtype.
+
+    No bits for integers, whose weights are all one class.
+    """
     return _EXPONENTS.get(dtype, WeightClass(0, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBits(Layout):
-    """One checkpoint tensor: `bits` is flat, of `prod(shape)` unsigned integers, row-major."""
+    """A checkpoint tensor in host memory.
+
+    `bits` is a flat array of `prod(shape)` unsigned integers, row-major.
+    """
 
     bits: Bits
 
@@ -130,13 +137,16 @@ class TensorBits(Layout):
             )
 
     def zeros(self) -> TensorBits:
-        """Return a tensor of zeros, which takes no memory until it is written to."""
+        """Return a tensor of the same layout with zero bits.
+
+        Memory is taken only where it is written to.
+        """
         bits = np.zeros(self.bits.size, unsigned(WIDTHS[self.dtype]))
         return TensorBits(self.name, self.dtype, self.shape, bits)
 
 
 def _carried(tensor: torch.Tensor) -> tuple[str, int]:
-    """Return the name and the bytes of an element's type. Raises TensorFormatError."""
+    """Return (dtype name, bytes of an element) of a torch tensor. Raises TensorFormatError."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in WIDTHS:
         raise TensorFormatError(f"dtype {tensor.dtype} is not carried; use {sorted(WIDTHS)}")
@@ -144,7 +154,11 @@ def _carried(tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def bits_of(tensor: torch.Tensor) -> Bits:
-    """Return the bits of `tensor`, flat; shares memory with a contiguous CPU tensor."""
+    """Return the bits of a torch tensor as a flat array in host memory.
+
+    It shares memory with a contiguous CPU tensor, and is a copy of any other. Raises
+    TensorFormatError.
+    """
     import torch
 
     _, width = _carried(tensor)
@@ -155,14 +169,14 @@ def bits_of(tensor: torch.Tensor) -> Bits:
 
 
 def tensor_bits(name: str, tensor: torch.Tensor, *, copy: bool = True) -> TensorBits:
-    """Return `tensor` as `TensorBits`, a snapshot unless `copy` is False."""
+    """Return a torch tensor as `TensorBits`: a copy, or with `copy=False` a view where possible."""
     bits = bits_of(tensor)
     dtype, _ = _carried(tensor)
     return TensorBits(name, dtype, tuple(tensor.shape), bits.copy() if copy else bits)
 
 
 def tensor_of(tensor: TensorBits) -> torch.Tensor:
-    """Return a torch tensor (CPU, own memory) with exactly these bits."""
+    """Return a new CPU torch tensor with exactly the bits, dtype and shape of `tensor`."""
     import torch
 
     dtype: torch.dtype = getattr(torch, tensor.dtype)
@@ -171,15 +185,15 @@ def tensor_of(tensor: TensorBits) -> torch.Tensor:
 
 
 def copy_tensors(tensors: Mapping[str, TensorBits]) -> dict[str, TensorBits]:
-    """Return a deep copy whose bits can be written to."""
+    """Return a deep copy of the tensors, whose bits can be written to."""
     return {name: TensorBits(name, t.dtype, t.shape, t.bits.copy()) for name, t in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBits:
-    """`flat`: contiguous, of one dimension, signed integers as wide as the weights.
+    """Weights in GPU memory as bits: a flat contiguous torch tensor of signed integers.
 
-    Signed, since torch does little with unsigned ones; kernels look at the bits alone.
+    The integers are as wide as the weights; signed, since torch does little with unsigned ones.
     """
 
     flat: torch.Tensor
@@ -202,7 +216,7 @@ class DeviceBits:
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """Type of the bits on the host."""
+        """Type that the bits have once they are copied to the host."""
         return np.dtype(f"<u{self.itemsize}")
 
     def __getitem__(self, part: slice) -> DeviceBits:
@@ -210,11 +224,14 @@ class DeviceBits:
 
 
 Flat: TypeAlias = Bits | DeviceBits
-"""Flat weights, wherever they are."""
+"""Flat array of weights as bits, in host memory or on a device."""
 
 
 def to_host(values: torch.Tensor) -> Bits:
-    """Copy a flat tensor of signed integers to the host; waits for what computes it."""
+    """Return a flat tensor of signed integers as a new unsigned array in host memory.
+
+    Wait for the device.
+    """
     # A copy of its own on machines without a device too: nobody shares what may be overwritten.
     host: NDArray[Any] = values.cpu().numpy()
     bits: Bits = host.view(f"<u{host.itemsize}")
@@ -222,7 +239,10 @@ def to_host(values: torch.Tensor) -> Bits:
 
 
 def to_device(values: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
-    """Copy a flat array of integers to where `like` is, as signed integers of its own width."""
+    """Copy a flat array of integers to the device of `like`.
+
+    Return it as signed integers of its own width.
+    """
     import torch
 
     signed = np.ascontiguousarray(values).view(f"<i{values.itemsize}")
@@ -233,7 +253,7 @@ def to_device(values: NDArray[Any], like: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTensor(Layout):
-    """One checkpoint tensor on a device; `bits` are `prod(shape)` weights, row-major."""
+    """A checkpoint tensor in GPU memory; `bits` are its `prod(shape)` weights, row-major."""
 
     bits: DeviceBits
 
@@ -244,7 +264,7 @@ class DeviceTensor(Layout):
             )
 
     def zeros(self) -> DeviceTensor:
-        """Return a tensor of zeros on the same device, the base of a fresh tensor."""
+        """Return a tensor of the same layout with zero bits, on the same device."""
         zeros = DeviceBits(self.bits.flat.new_zeros(self.bits.size))
         return DeviceTensor(self.name, self.dtype, self.shape, zeros)
 
@@ -253,10 +273,10 @@ AnyTensor: TypeAlias = TensorBits | DeviceTensor
 
 
 def device_bits(tensor: torch.Tensor) -> DeviceBits:
-    """Return the bits of `tensor` where it is, in its own memory.
+    """Return the bits of a torch tensor as a view of its own memory, on its device.
 
-    Raises TensorFormatError for a type that is not carried and for a tensor that is not contiguous:
-    what is written to a copy of live weights would read back well and change nothing.
+    Raises TensorFormatError for a dtype that is not carried and for a tensor that is not
+    contiguous: what is written to a copy of live weights would read back well and change nothing.
     """
     import torch
 
@@ -268,7 +288,8 @@ def device_bits(tensor: torch.Tensor) -> DeviceBits:
 
 
 def device_tensor(name: str, tensor: torch.Tensor, *, copy: bool = True) -> DeviceTensor:
-    """Return `tensor` as `DeviceTensor`, a snapshot on its device unless `copy` is False."""
+    """Return a torch tensor as `DeviceTensor`: a copy on its device, or a view with
+    `copy=False`."""
     kept = tensor.detach().contiguous()
     bits = device_bits(kept.clone() if copy and kept.data_ptr() == tensor.data_ptr() else kept)
     return DeviceTensor(name, _carried(tensor)[0], tuple(tensor.shape), bits)
