@@ -52,7 +52,7 @@ _OUTSIDE, _NOTHING = -1, -2
 
 @compiled
 def mix(index: np.uint64, value: np.uint64) -> np.uint64:
-    """Return what one weight adds to the sum."""
+    """Return what a weight of this index and value adds to the digest, mod 2^64."""
     mixed = (index + np.uint64(1)) * _GAMMA + value
     mixed = (mixed ^ (mixed >> _S1)) * _M1
     mixed = (mixed ^ (mixed >> _S2)) * _M2
@@ -61,7 +61,8 @@ def mix(index: np.uint64, value: np.uint64) -> np.uint64:
 
 @compiled
 def sum_all(bits: Bits, first: int) -> np.uint64:
-    """Sum over a flat range whose first weight has index `first`."""
+    """Return the digest's sum over a flat range whose first weight has index `first` in its
+    tensor."""
     total = np.uint64(0)
     for k in range(bits.size):
         total += mix(np.uint64(first + k), np.uint64(bits[k]))
@@ -70,7 +71,7 @@ def sum_all(bits: Bits, first: int) -> np.uint64:
 
 @compiled
 def sum_difference(indices: NDArray[np.int64], old: Bits, new: Bits) -> np.uint64:
-    """Return the increase of the sum when the weights at `indices` go from `old` to `new`."""
+    """Return the increase of the digest when the weights at `indices` go from `old` to `new`."""
     total = np.uint64(0)
     for k in range(indices.size):
         index = np.uint64(indices[k])
@@ -80,7 +81,8 @@ def sum_difference(indices: NDArray[np.int64], old: Bits, new: Bits) -> np.uint6
 
 @compiled
 def sum_pending(old: Bits, indices: NDArray[np.int64], values: Bits) -> np.uint64:
-    """Return the increase of the sum when `values` are written to `old` at `indices`."""
+    """Return the increase that the digest will have when `values` are written to `old` at
+    `indices`."""
     total = np.uint64(0)
     for k in range(indices.size):
         prefetch(old, indices[min(k + AHEAD, indices.size - 1)])
@@ -92,7 +94,7 @@ def sum_pending(old: Bits, indices: NDArray[np.int64], values: Bits) -> np.uint6
 
 @compiled
 def scatter(target: Bits, indices: NDArray[np.int64], values: Bits) -> None:
-    """Overwrite `target` at `indices`."""
+    """Write `values` to `target` at `indices`."""
     for k in range(indices.size):
         prefetch(target, indices[min(k + AHEAD, indices.size - 1)])
         target[indices[k]] = values[k]
@@ -100,7 +102,7 @@ def scatter(target: Bits, indices: NDArray[np.int64], values: Bits) -> None:
 
 @compiled
 def scatter_and_sum(target: Bits, indices: NDArray[np.int64], values: Bits) -> np.uint64:
-    """Overwrite `target` at `indices`; returns what its sum grew by."""
+    """Write `values` to `target` at `indices`; return the increase of the target's digest."""
     total = np.uint64(0)
     for k in range(indices.size):
         prefetch(target, indices[min(k + AHEAD, indices.size - 1)])
@@ -113,7 +115,10 @@ def scatter_and_sum(target: Bits, indices: NDArray[np.int64], values: Bits) -> n
 
 @compiled
 def sum_block(bits: Bits, first: int, columns: int, stride: int) -> np.uint64:
-    """Sum over rows of `columns` weights each, the first of which has index `first`."""
+    """Return the digest's sum over a block of rows of `columns` weights each.
+
+    The rows begin `stride` indices apart in the tensor, the first at index `first`.
+    """
     total = np.uint64(0)
     for row in range(bits.size // columns):
         total += sum_all(bits[row * columns : (row + 1) * columns], first + row * stride)
@@ -130,10 +135,10 @@ def locate(
     picked: Int64s,
     places: Int64s,
 ) -> int:
-    """Find the `indices` that lie in a map, in order; returns how many do.
+    """Find which of ascending `indices` an affine map contains; return how many it does.
 
-    `origins`: (source offset, target offset). Of each found one, its place in `indices` goes to
-    `picked` and its place in the parameter to `places`.
+    `origins`: (source offset, target offset). For each of them, its position in `indices` is
+    written to `picked` and its place in the parameter to `places`.
     """
     found = 0
     for k in range(indices.size):
@@ -155,9 +160,10 @@ def locate(
 def exchange(flat: Bits, places: NDArray[np.uint64], old: Bits, new: Bits) -> tuple[int, int]:
     """Write `new` at `places` of `flat`, then read all of it back.
 
-    Returns (0 when all were `old`, 0 when all read as `new`). Bits say more than sums of them. Each
-    loop does one thing, so that the processor has many cache misses under way: this takes a third
-    of the time that a loop which reads, counts and writes takes.
+    Return two numbers: 0 if all weights were `old` before, and 0 if all read as `new` after. Bits
+    say more than sums of them. Each loop does one thing, so that the processor has many cache
+    misses under way: this takes a third of the time that a loop which reads, counts and writes
+    takes.
     """
     stale = flat.dtype.type(0)
     wrong = flat.dtype.type(0)
@@ -177,7 +183,7 @@ def exchange(flat: Bits, places: NDArray[np.uint64], old: Bits, new: Bits) -> tu
 def sum_rectangle(
     flat: Bits, origins: Int64s, shape: Int64s, sources: Int64s, targets: Int64s
 ) -> np.uint64:
-    """The digest's sum over a map's weights, read from `flat`, the parameter."""
+    """Return the digest's sum over the weights of an affine map, read from the parameter `flat`."""
     last = shape.size - 1
     rows = 1
     for d in range(last):
@@ -201,7 +207,10 @@ def sum_rectangle(
 def apply_changes(
     old: Bits, gaps: NDArray[np.uint32], codes: Bits
 ) -> tuple[NDArray[np.int64], Bits]:
-    """Return (flat indices, new values). Raises ValueError for changes that are none of `old`."""
+    """Return (flat indices, new values) of changes given as gaps and codes, without writing them.
+
+    Raises ValueError for an index outside of `old` and for a change of nothing.
+    """
     indices, values = np.empty(codes.size, np.int64), np.empty(codes.size, old.dtype)
     state = _expand(old, gaps, codes, indices, values)
     if state == _OUTSIDE:
@@ -212,7 +221,8 @@ def apply_changes(
 
 
 def gaps_of(bitmap: NDArray[np.uint8], size: int, count: int) -> NDArray[np.uint32] | None:
-    """Return the gaps that a bitmap over `size` weights stands for, unless it marks not `count`."""
+    """Return the gaps between the set bits of a bitmap over `size` weights, None unless `count`
+    are set."""
     gaps = np.empty(count, np.uint32)
     return gaps if _gaps_of(bitmap, size, gaps) == count else None
 
@@ -221,11 +231,12 @@ def gaps_of(bitmap: NDArray[np.uint8], size: int, count: int) -> NDArray[np.uint
 def _scan(
     old: Bits, new: Bits, gaps: NDArray[np.uint32], codes: Bits, room: int, first: int
 ) -> tuple[int, np.uint64]:
-    """Returns (found, growth of the digest); found is -1 when the room was too small.
+    """Write gaps and codes of the changed weights; return (their number, increase of the digest).
 
-    Block by block: mark, list the marks that are not zero, list the weights, write what is kept of
-    them. Branches that depend on the data would be mispredicted for each change; there are none but
-    for weights that share a mark. All other loops are for the vector units.
+    The number is -1 when more than `room` weights changed. Block by block: mark, list the marks
+    that are not zero, list the weights, write what is kept of them. Branches that depend on the
+    data would be mispredicted for each change; there are none but for weights that share a mark.
+    All other loops are for the vector units.
     """
     marks = np.empty(_BLOCK // COMPARED + 1, np.uint64)
     places = np.empty(_BLOCK + 1, np.int32)
@@ -252,9 +263,10 @@ def _scan(
 def _places_of(
     old: Bits, new: Bits, start: int, marks: NDArray[np.uint64], places: NDArray[np.int32]
 ) -> int:
-    """List the weights of a block that differ from `places[1]` on; returns how many there are.
+    """Write the places of a block's changed weights to `places` from index 1 on.
 
-    A mark in the making: COMPARED bits, above them where they belong.
+    Return their number. A mark holds COMPARED bits, and above them the number of the group of
+    weights that it marks.
     """
     size = min(_BLOCK, old.size - start)
     whole = size // COMPARED
@@ -374,9 +386,9 @@ def _gaps_of(bitmap: NDArray[np.uint8], size: int, gaps: NDArray[np.uint32]) -> 
 
 @dataclass(frozen=True, slots=True)
 class CpuDifference:
-    """Changes of one range of `old`: gaps u32[n] and codes[n], as wide as the weights.
+    """Changed weights of one range of `old` in host memory: gaps u32[n] and codes [n].
 
-    `growth`: of the tensor's digest, mod 2^64.
+    `growth`: increase of the tensor's digest, mod 2^64.
     """
 
     old: Bits
@@ -396,7 +408,7 @@ class CpuDifference:
     def by_class(
         self, kind: WeightClass, ends: Bytes, present: Bytes, starts: Int64s
     ) -> tuple[NDArray[np.uint32], Bits]:
-        """Return (rank gaps, codes), sorted by class; `starts` is used up."""
+        """Return (rank gaps, codes) of the changes sorted by class; `starts` is overwritten."""
         gaps, codes = np.empty_like(self.gaps), np.empty_like(self.codes)
         changes, classes = (self.old, self.gaps, self.codes), (kind.shift, kind.mask)
         range_coder.by_class(*changes, *classes, ends, present, starts, gaps, codes)
@@ -405,12 +417,15 @@ class CpuDifference:
 
 @dataclass(frozen=True, slots=True)
 class CpuExchange:
-    """Changes of host memory: they are there already."""
+    """Staged changes of host memory, where nothing has to be copied before they are written."""
 
     changes: tuple[tuple[Bits, Change], ...]
 
     def run(self, *, back: bool = False) -> Int64s:
-        """Write all new values, or all old ones `back`; see `Exchange`."""
+        """Write all new values, or all old ones with `back`.
+
+        Return counts as `Exchange.run` does.
+        """
         counts = np.zeros((len(self.changes), 2), np.int64)
         for row, (target, change) in enumerate(self.changes):
             old, new = (change.new, change.old) if back else (change.old, change.new)
@@ -424,9 +439,9 @@ class CpuExchange:
 
 
 def compare(old: Bits, new: Bits, room: int, first: int = 0) -> CpuDifference | None:
-    """Compare two flat ranges of one width; None when more than `room` weights changed.
+    """Return the changed weights of two flat ranges, None when more than `room` weights changed.
 
-    `first`: index of their first weight in its tensor, which the digest depends on.
+    `first`: index of the ranges' first weight in its tensor, which the digest depends on.
     """
     room = min(room, old.size)
     gaps = np.empty(room + _BLOCK, np.uint32)
@@ -438,7 +453,7 @@ def compare(old: Bits, new: Bits, room: int, first: int = 0) -> CpuDifference | 
 
 
 def mark(old: Bits, new: Bits, first: int) -> Marks:
-    """Compare two ranges however much changed."""
+    """Return bitmap and codes of the changes between two ranges, however many weights changed."""
     bitmap = np.zeros((old.size + 7) // 8, np.uint8)
     codes = np.empty(old.size, old.dtype)
     count = _mark(old, new, bitmap, codes)
@@ -447,17 +462,20 @@ def mark(old: Bits, new: Bits, first: int) -> Marks:
 
 
 def read(bits: Bits) -> Bits:
-    """Return the range itself."""
+    """Return the range itself, which is in host memory."""
     return bits
 
 
 def digest(bits: Bits, first: int) -> int:
-    """Return what a range that begins at index `first` adds to its tensor's digest."""
+    """Return what a range that begins at index `first` adds to its tensor's digest, mod 2^64."""
     return int(sum_all(bits, first))
 
 
 def stage(changes: Sequence[tuple[Bits, Change]], resident_bytes: int) -> Exchange:
-    """Check changes. Raises IndexError for an index outside."""
+    """Return changes of host memory, ready to be written.
+
+    Raises IndexError for an index outside.
+    """
     del resident_bytes
     check_indices(changes)
     return CpuExchange(tuple(changes))

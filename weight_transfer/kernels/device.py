@@ -36,7 +36,7 @@ from weight_transfer.kernels.processor import CLASSES, Bytes, Change, Int64s, Ma
 
 _BLOCK = 4096
 RANKED = 128
-"""Weights of a block that are compared with each other at once."""
+"""Number of weights of a block that are compared with each other at once."""
 _MOST_TILE, _TILE_BYTES = 4096, 8192
 _TILE, _TILES = 1024, 8
 # A histogram has a slot for each thread of a warp at least.
@@ -47,9 +47,10 @@ _INT32_PLACES = 1 << 31
 
 
 def slots_of(ends: Bytes, present: Bytes) -> NDArray[np.int32]:
-    """Return the slot that counts each of CLASSES: its place in `present`, or one behind all.
+    """Return for each of CLASSES the slot that counts it, i32: its position in `present`.
 
-    `ends`, `present`: see `Difference.by_class`.
+    Classes that are not present share the slot behind all others. `ends`, `present`: see
+    `Difference.by_class`.
     """
     lowest, first, last, highest = (int(end) for end in ends)
     joined = np.arange(CLASSES)
@@ -64,9 +65,11 @@ def slots_of(ends: Bytes, present: Bytes) -> NDArray[np.int32]:
 def ranks_by_slot(
     old: DeviceBits, bitmap: torch.Tensor, kind: WeightClass, slots: torch.Tensor, used: int
 ) -> torch.Tensor:
-    """Return the rank within its slot of each weight that `bitmap` marks, i32; else anything.
+    """Return i32[weights]: for each weight that `bitmap` marks, how many of its slot come before
+    it.
 
-    `slots` i32[CLASSES], of which the first `used` are in use.
+    Other elements are undefined. `slots` i32[CLASSES]: slot of each class; the first `used` slots
+    are in use.
     """
     slot_count = max(_LEAST_SLOTS, 1 << (used - 1).bit_length())
     blocks = -(-old.size // _BLOCK)
@@ -88,7 +91,10 @@ def ranks_by_slot(
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A bit for each weight, in whole tiles; `starts` i64[tiles]: marked in the tiles before."""
+    """Changed weights of a range on a device as a bitmap in whole tiles, and their number.
+
+    `starts` i64[tiles]: marked weights in the tiles before.
+    """
 
     bitmap: torch.Tensor
     starts: torch.Tensor
@@ -96,7 +102,7 @@ class Marked:
     tile_size: int
 
     def indices(self) -> torch.Tensor:
-        """Marked indices, ascending, i64[count]."""
+        """Return the indices of the marked weights on the device, ascending, i64[count]."""
         indices = torch.empty(self.count, dtype=torch.int64, device=self.bitmap.device)
         if self.count:
             kernels.list_marked[(self.starts.numel(),)](
@@ -106,7 +112,7 @@ class Marked:
 
 
 def _marked(old: DeviceBits, new: DeviceBits) -> Marked:
-    """Compare two ranges of one size and width."""
+    """Return a bitmap of where two ranges of one size and width differ."""
     tile_size = min(_MOST_TILE, _TILE_BYTES // old.itemsize)
     tiles = -(-old.size // tile_size)
     device = old.flat.device
@@ -120,12 +126,12 @@ def _marked(old: DeviceBits, new: DeviceBits) -> Marked:
 
 
 def total(sums: torch.Tensor) -> int:
-    """Sum of i64, mod 2^64: torch's own wraps."""
+    """Return the sum of an i64 tensor, mod 2^64; waits for the device."""
     return int(sums.sum()) % (1 << 64)
 
 
 def digest(bits: DeviceBits, first: int) -> int:
-    """Return what a range that begins at index `first` adds to its tensor's digest."""
+    """Return what a range that begins at index `first` adds to its tensor's digest, mod 2^64."""
     programs = -(-bits.size // (_TILE * _TILES))
     if not programs:
         return 0
@@ -138,9 +144,10 @@ def digest(bits: DeviceBits, first: int) -> int:
 
 @dataclass(frozen=True)
 class DeviceDifference:
-    """Changes on the device; they come to the host when asked for, once.
+    """Changed weights of one range on a device.
 
-    `indices` i64, `gaps_there` i32 (of u32's bits), `codes_there`: all [count], on the device.
+    Gaps and codes are copied to the host once, when read. `indices` i64, `gaps_there` i32 (bits of
+    u32), `codes_there`: all [count], on the device.
     """
 
     old: DeviceBits
@@ -171,7 +178,7 @@ class DeviceDifference:
     def by_class(
         self, kind: WeightClass, ends: Bytes, present: Bytes, starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint32], Bits]:
-        """Return (rank gaps, codes), sorted by class."""
+        """Return (rank gaps, codes) of the changes sorted by class, in host memory."""
         slots = slots_of(ends, present)
         with torch.cuda.device_of(self.old.flat):  # type: ignore[no-untyped-call]
             where = to_device(slots, self.old.flat)
@@ -185,12 +192,12 @@ class DeviceDifference:
             return to_host(gaps.to(torch.int32)).view(np.uint32), to_host(codes)
 
     def _classes(self, kind: WeightClass) -> torch.Tensor:
-        """Class of each changed weight, i64[count]."""
+        """Return the magnitude class of each changed weight on the device, i64[count]."""
         return (self.old.flat[self.indices].to(torch.int64) >> kind.shift) & kind.mask
 
 
 def _difference(old: DeviceBits, new: DeviceBits, marks: Marked, first: int) -> DeviceDifference:
-    """List what is marked; the range's first weight has index `first`."""
+    """Return the marked changes with gaps and codes; `first`: index of the range's first weight."""
     indices = marks.indices()
     programs = -(-marks.count // _TILE)
     gaps = torch.empty(marks.count, dtype=torch.int32, device=indices.device)
@@ -205,7 +212,10 @@ def _difference(old: DeviceBits, new: DeviceBits, marks: Marked, first: int) -> 
 
 
 def compare(old: DeviceBits, new: DeviceBits, room: int, first: int) -> DeviceDifference | None:
-    """Compare two ranges that begin at index `first`; None when over `room` weights changed."""
+    """Return the changed weights of two ranges, None when more than `room` weights changed.
+
+    `first`: index of the ranges' first weight in its tensor.
+    """
     with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
         marks = _marked(old, new)
         if marks.count > room:
@@ -214,7 +224,7 @@ def compare(old: DeviceBits, new: DeviceBits, room: int, first: int) -> DeviceDi
 
 
 def mark(old: DeviceBits, new: DeviceBits, first: int) -> Marks:
-    """Compare two ranges however much changed."""
+    """Return bitmap and codes of the changes between two ranges, however many weights changed."""
     with torch.cuda.device_of(old.flat):  # type: ignore[no-untyped-call]
         marks = _marked(old, new)
         found = _difference(old, new, marks, first)
@@ -223,13 +233,16 @@ def mark(old: DeviceBits, new: DeviceBits, first: int) -> Marks:
 
 
 def read(bits: DeviceBits) -> Bits:
-    """Return all weights of a range, in host memory."""
+    """Return a copy of all weights of a range in host memory."""
     return to_host(bits.flat)
 
 
 @contextmanager
 def named_shortage(device: torch.device, what: str) -> Iterator[None]:
-    """Raise DeviceMemoryError, one line, where `what` finds no room; nothing is written then."""
+    """Run the block; raise DeviceMemoryError that names `what` if the device has no memory for it.
+
+    Unused cached memory is released then.
+    """
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -242,17 +255,16 @@ def named_shortage(device: torch.device, what: str) -> Iterator[None]:
 
 
 def release_unused(device: torch.device) -> None:
-    """Give memory that nothing uses any more back: torch would keep it for this process."""
+    """Return torch's cached, unused GPU memory to the device; do nothing for other devices."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 @contextmanager
 def aside(device: torch.device) -> Iterator[None]:
-    """Run work beside the engine's steps; all of it has ended when the context does.
+    """Run the block on a CUDA stream of its own, beside the engine's steps, and wait for its end.
 
-    On a stream of its own: streams wait for each other at pauses only. Host memory, in Triton's
-    interpreter, has one order.
+    Streams wait for each other at pauses only. On other devices the block just runs.
     """
     if device.type != "cuda":
         yield
@@ -264,14 +276,17 @@ def aside(device: torch.device) -> Iterator[None]:
 
 
 def wait_for_steps(device: torch.device) -> None:
-    """Wait for all that this process has begun on the device."""
+    """Wait until everything that this process has launched on the device has ended."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Changes `first` to `end` of the change number `row`: places, old and new values, in line."""
+    """Piece of a staged change, as one run of bytes: places, old and new values.
+
+    It holds elements `first` to `end` of the change that has number `row`.
+    """
 
     row: int
     target: DeviceBits
@@ -285,7 +300,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes on the device."""
+        """Bytes that the piece takes on the device, padding included."""
         return self._starts[-1]
 
     @property
@@ -300,7 +315,7 @@ class Packed:
         return packed
 
     def views(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(places, old, new) of the bytes once they are on the device."""
+        """Return (places, old values, new values) as views of the piece's bytes on the device."""
         place = torch.int32 if _place_type(self.target).itemsize == 4 else torch.int64
         values = self.target.flat.dtype
         starts = self._starts
@@ -312,14 +327,14 @@ class Packed:
 
     @property
     def _starts(self) -> tuple[int, int, int, int]:
-        """Offsets of places, old and new values, and the end."""
+        """Byte offsets of places, old values and new values, and the end."""
         places = _aligned(self.count * _place_type(self.target).itemsize)
         values = _aligned(self.count * self.target.itemsize)
         return 0, places, places + values, places + 2 * values
 
 
 def pack(changes: Sequence[tuple[DeviceBits, Change]]) -> Iterator[Packed]:
-    """Cut changes into pieces of at most PIECE_BYTES; nothing is copied yet."""
+    """Yield the changes cut into pieces of at most PIECE_BYTES; nothing is copied yet."""
     for row, (target, change) in enumerate(changes):
         each = _place_type(target).itemsize + 2 * target.itemsize
         most = PIECE_BYTES // each - _ALIGNED
@@ -337,7 +352,12 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceExchange:
-    """`counts` i64[changes, 2]; `slot`: room for one streamed piece, empty when there is none."""
+    """Staged changes of weights on a device, ready to be written.
+
+    `resident`: pieces in device memory. `streamed`: pieces in host memory, which pass through
+    `slot` one after the other; `slot` is empty when there are none. `counts` i64[changes, 2]:
+    result of a run.
+    """
 
     resident: tuple[tuple[Packed, torch.Tensor], ...]
     streamed: tuple[tuple[Packed, torch.Tensor], ...]
@@ -346,12 +366,15 @@ class DeviceExchange:
 
     @property
     def device_bytes(self) -> int:
-        """Memory of the device that it holds."""
+        """Bytes of device memory that the exchange holds."""
         held = [packed for _, packed in self.resident]
         return sum(tensor.nbytes for tensor in (*held, self.slot, self.counts))
 
     def run(self, *, back: bool = False) -> Int64s:
-        """Write all new values, or all old ones `back`; see `Exchange`."""
+        """Write all new values, or all old ones with `back`.
+
+        Return counts as `Exchange.run` does.
+        """
         # Steps that the engine has launched still read what is overwritten here.
         wait_for_steps(self.counts.device)
         with torch.cuda.device_of(self.counts):  # type: ignore[no-untyped-call]
@@ -368,7 +391,11 @@ class DeviceExchange:
 
 
 def launch(piece: Packed, packed: torch.Tensor, counts: torch.Tensor, *, back: bool) -> None:
-    """Exchange one piece and read it back, on the device's current stream."""
+    """Launch the write and the read-back of one piece on the device's current stream.
+
+    `counts` grows by the weights that were, or read, otherwise than expected. The call does not
+    wait.
+    """
     places, old, new = piece.views(packed)
     old, new = (new, old) if back else (old, new)
     target, row = piece.target.flat, counts[piece.row]
@@ -378,10 +405,11 @@ def launch(piece: Packed, packed: torch.Tensor, counts: torch.Tensor, *, back: b
 
 
 def stage(changes: Sequence[tuple[DeviceBits, Change]], resident_bytes: int) -> DeviceExchange:
-    """Bring changes to their device; of what is beyond `resident_bytes`, a slot takes its turns.
+    """Bring (target, change) pairs to the targets' device, and return them ready to be written.
 
-    Any thread may call it while the engine serves. Raises IndexError for an index outside, and
-    DeviceMemoryError where the device has no room; nothing was written then.
+    What exceeds `resident_bytes` waits in host memory. No weight is written. Any thread may call it
+    while the engine serves. Raises IndexError for an index outside of its target, and
+    DeviceMemoryError where the device has no room.
     """
     check_indices(changes)
     device = changes[0][0].flat.device
@@ -398,7 +426,7 @@ def stage(changes: Sequence[tuple[DeviceBits, Change]], resident_bytes: int) -> 
 
 
 def _first_within(pieces: Sequence[Packed], room: int) -> int:
-    """Return the number of first pieces that have room together."""
+    """Return how many of the first pieces fit into `room` bytes together."""
     for number, piece in enumerate(pieces):
         room -= piece.nbytes
         if room < 0:
@@ -407,11 +435,11 @@ def _first_within(pieces: Sequence[Packed], room: int) -> int:
 
 
 def uploaded(piece: Packed, device: torch.device) -> torch.Tensor:
-    """A piece in memory of the device."""
+    """Return a piece's bytes in memory of the device."""
     return torch.from_numpy(piece.host).to(device)
 
 
 def waiting(piece: Packed, device: torch.device) -> torch.Tensor:
-    """A piece in host memory that the device reads by itself."""
+    """Return a piece's bytes in host memory, pinned for a GPU so that it reads them by itself."""
     host = torch.from_numpy(piece.host)
     return host.pin_memory() if device.type == "cuda" else host

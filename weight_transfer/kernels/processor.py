@@ -29,41 +29,43 @@ CLASSES = 256
 
 
 class Difference(Protocol):
-    """The changes of one range, in host memory as far as they are asked for."""
+    """Changed weights of one range; gaps and codes are in host memory once they are read."""
 
     @property
     def count(self) -> int:
-        """Changed weights."""
+        """Number of changed weights."""
 
     @property
     def growth(self) -> int:
-        """Increase of the tensor's digest, mod 2^64."""
+        """Increase of the tensor's digest by the changes, mod 2^64."""
 
     @property
     def gaps(self) -> NDArray[np.uint32]:
-        """Distance of each changed weight to the one before, less one."""
+        """Number of unchanged weights between each changed weight and the one before,
+        u32[count]."""
 
     @property
     def codes(self) -> Bits:
-        """Zigzag coded ulp delta of each."""
+        """Zigzag coded difference (new − old as integers) of each changed weight."""
 
     def class_counts(self, kind: WeightClass) -> NDArray[np.int64]:
-        """Changed weights of each class, i64[CLASSES]."""
+        """Return the number of changed weights in each magnitude class, i64[CLASSES]."""
 
     def by_class(
         self, kind: WeightClass, ends: Bytes, present: Bytes, starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint32], Bits]:
-        """Return (rank gaps, codes), sorted by class, see `kernels.range_coder`.
+        """Return (rank gaps, codes) of the changes sorted by class, see `kernels.range_coder`.
 
-        `ends` u8: lowest, first, last, highest class; those that lie between two of a side are one.
-        `present` u8[k]: classes that hold all changes then, ascending; `starts`: where each begins,
-        may be used up.
+        `ends` u8 (lowest, first, last, highest): classes from lowest to first are merged, as are
+        those from last to highest. `present` u8[k]: classes that hold all changes then, ascending.
+        `starts` i64[k]: where each begins in the result; it may be overwritten.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The changes of a crowded range: a bit for each weight, codes, growth of the digest."""
+    """Changes of a crowded range: a bit for each weight, codes of the changed ones, growth of
+    the digest."""
 
     bitmap: Bytes
     codes: Bits
@@ -75,7 +77,7 @@ Int64s: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """At distinct `indices` i64[n] of flat weights `old` [n] become `new` [n]."""
+    """Change of flat weights: at distinct `indices` i64[n], values `old` [n] become `new` [n]."""
 
     indices: Int64s
     old: Bits
@@ -83,18 +85,18 @@ class Change:
 
 
 class Exchange(Protocol):
-    """Changes that are where their targets are."""
+    """Staged changes in the memory of their target weights, ready to be written."""
 
     def run(self, *, back: bool = False) -> Int64s:
-        """Write all new values, or all old ones `back`; running it again is harmless.
+        """Write all new values to the targets, or all old ones with `back`.
 
-        Returns i64[changes, 2]: 0 when all that was overwritten was what it should have been, 0
-        when all of it reads as it was written. Bits say more than sums of them.
+        Running it again is harmless. Return i64[changes, 2] for (overwritten values, values read
+        back): 0 where all were as expected, other numbers where some were not.
         """
 
 
 def check_indices(changes: Sequence[tuple[Any, Change]]) -> None:
-    """Raise IndexError for an index outside of its target."""
+    """Raise IndexError if a change has an index outside of its target."""
     for target, change in changes:
         at, size = change.indices, target.size
         if at.size and (int(at.min()) < 0 or int(at.max()) >= size):
@@ -105,31 +107,45 @@ Range = TypeVar("Range", contravariant=True)
 
 
 class Processor(Protocol[Range]):
-    """Loops over flat weights of 1, 2, 4 or 8 bytes that are in one kind of memory."""
+    """Kernel backend for one kind of memory, host or GPU: loops over flat weights of 1, 2, 4 or 8
+    bytes.
+
+    The modules `kernels.cpu` and `kernels.device` implement it.
+    """
 
     def compare(self, old: Range, new: Range, room: int, first: int) -> Difference | None:
-        """Compare two ranges that begin at index `first`; None when over `room` weights changed."""
+        """Return the changed weights of two ranges, None when more than `room` weights changed.
+
+        `first`: index of the ranges' first weight in its tensor.
+        """
 
     def mark(self, old: Range, new: Range, first: int) -> Marks:
-        """Compare two ranges however much changed."""
+        """Return bitmap and codes of the changes between two ranges, however many weights
+        changed."""
 
     def read(self, bits: Range) -> Bits:
-        """All weights of a range, in host memory; may be the range itself."""
+        """Return all weights of a range in host memory, perhaps the range itself."""
 
     def digest(self, bits: Range, first: int) -> int:
-        """Return what a range that begins at index `first` adds to its tensor's digest."""
+        """Return what a range that begins at index `first` adds to its tensor's digest, mod
+        2^64."""
 
     def stage(self, changes: Sequence[tuple[Any, Change]], resident_bytes: int) -> Exchange:
-        """Bring changes of targets, at least one, to their memory; nothing is written.
+        """Bring (target, change) pairs to the targets' memory, and return them ready to be written.
 
-        While weights are used, and from any thread. On a device it takes `resident_bytes` of memory
-        at most, and 64 MiB; what is beyond passes through these under the pause. Raises IndexError
-        for an index outside and DeviceMemoryError.
+        No weight is written, and the engine may use the weights meanwhile. Any thread may call it.
+        On a device the changes take at most `resident_bytes` of memory and 64 MiB; the rest passes
+        through these during `run`. Raises IndexError for an index outside of its target, and
+        DeviceMemoryError.
         """
 
 
 def processor_of(*ranges: Flat) -> Processor[Any]:
-    """Return the processor that works where all `ranges` are; TensorFormatError for several."""
+    """Return the backend for the memory in which all `ranges` are: `kernels.cpu` or
+    `kernels.device`.
+
+    Raises TensorFormatError when they are on several devices.
+    """
     places = {"the host" if isinstance(bits, np.ndarray) else bits.place for bits in ranges}
     if len(places) > 1:
         raise TensorFormatError(

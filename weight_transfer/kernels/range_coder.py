@@ -54,12 +54,12 @@ WRONG = -1
 
 
 def contexts(*shape: int) -> tuple[Contexts, Bytes]:
-    """Probabilities and counts of contexts that have seen nothing."""
+    """Return (probabilities of 0 in 1/65536, counts) of new contexts, arrays of this shape."""
     return np.full(shape, _HALF, np.uint16), np.zeros(shape, np.uint8)
 
 
 def encoder() -> Ints:
-    """The state before the first decision."""
+    """Return the state of a range encoder before its first decision."""
     return np.array([0, 0xFFFFFFFF, 0, 1, 0], np.int64)
 
 
@@ -74,7 +74,10 @@ def put(
     at: int,
     bit: int,
 ) -> tuple[int, int]:
-    """Encode a decision in context `at` of flat `odds` and `seen`; returns (low, range)."""
+    """Encode a decision `bit` in context `at` of flat `odds` and `seen`.
+
+    Return the new (low, range).
+    """
     p = np.int64(odds[at])
     bound = (width >> 16) * p
     n = np.int64(seen[at])
@@ -95,7 +98,7 @@ def put(
 
 @compiled
 def flush(state: Ints, out: Bytes) -> int:
-    """Write what is left; returns the number of bytes."""
+    """Write the encoder's last bytes to `out`; return the number of bytes in `out`."""
     low = state[0]
     for _ in range(FLUSH_BYTES):
         low = _shift_low(state, out, low)
@@ -121,7 +124,10 @@ def _shift_low(state: Ints, out: Bytes, low: int) -> int:
 
 @compiled
 def begin(state: Ints, raw: Bytes) -> None:
-    """Read the first bytes into a decoder's state. Beyond the end there are zeros."""
+    """Initialise a decoder's state from the first bytes of `raw`.
+
+    Bytes beyond its end count as zeros.
+    """
     state[0], state[1], state[2] = 0, 0xFFFFFFFF, 0
     for _ in range(FLUSH_BYTES):
         state[0] = ((state[0] << 8) | _next(state, raw)) & 0xFFFFFFFF
@@ -131,7 +137,10 @@ def begin(state: Ints, raw: Bytes) -> None:
 def get(
     code: int, width: int, state: Ints, raw: Bytes, odds: Contexts, seen: Bytes, at: int
 ) -> tuple[int, int, int]:
-    """Decode a decision; returns (it, code, range)."""
+    """Decode a decision in context `at` of flat `odds` and `seen`.
+
+    Return (bit, new code, new range).
+    """
     p = np.int64(odds[at])
     bound = (width >> 16) * p
     n = np.int64(seen[at])
@@ -163,7 +172,7 @@ Bits = NDArray[np.unsignedinteger[Any]]
 
 @compiled
 def class_counts(old: Bits, gaps: NDArray[np.uint32], shift: int, mask: int, counts: Ints) -> None:
-    """Count the changed weights into `counts` [CLASSES]."""
+    """Add to `counts` i64[CLASSES] the number of changed weights in each magnitude class."""
     up, low = np.uint64(shift), np.uint64(mask)
     ahead = -1
     for k in range(min(AHEAD, gaps.size)):
@@ -190,9 +199,10 @@ def by_class(
     rank_gaps: NDArray[np.uint32],
     sorted_codes: Bits,
 ) -> None:
-    """Sort changes by class; `starts` [present.size]: where each class begins (used up).
+    """Sort changes by class, into `rank_gaps` and `sorted_codes`.
 
-    `ends`: see `_classes_of`.
+    `starts` [present.size]: position where each class begins; it is advanced to the end of the
+    class. `ends`: see `_classes_of`.
     """
     kinds = np.empty(_STRETCH, np.uint8)
     number = np.zeros(CLASSES, np.int64)
@@ -230,7 +240,11 @@ def by_class(
 
 @compiled
 def _classes_of(weights: Bits, shift: int, mask: int, ends: Bytes, kinds: Bytes) -> None:
-    """`ends`: lowest, first, last, highest class; what lies between two of a side is one class."""
+    """Write the class of each weight to `kinds`, with the outer classes merged.
+
+    `ends` (lowest, first, last, highest): classes from lowest to first become first, those from
+    last to highest become last.
+    """
     lowest, first, last, highest = ends[0], ends[1], ends[2], ends[3]
     for k in range(weights.size):
         kind = np.uint8((weights[k] >> shift) & mask)
@@ -240,7 +254,8 @@ def _classes_of(weights: Bits, shift: int, mask: int, ends: Bytes, kinds: Bytes)
 
 @compiled
 def size_of(rank_gaps: NDArray[np.uint32], codes: Bits, k: int) -> tuple[int, int]:
-    """(decisions, raw bits) that coding these with Rice parameter `k` takes."""
+    """Return (coded decisions, raw bits) that one class of changes takes with Rice parameter
+    `k`."""
     decisions, raw = 0, 0
     for at in range(rank_gaps.size):
         code = np.uint64(codes[at])
@@ -262,7 +277,10 @@ def encode_class(
     odds: Contexts,
     seen: Bytes,
 ) -> None:
-    """Append one class; `odds`, `seen`: its contexts."""
+    """Append the changes of one class to `coded` and `raw`.
+
+    `k`: Rice parameter. `odds`, `seen`: the class's contexts, updated.
+    """
     one = np.uint64(1)
     most = 8 * codes.itemsize
     low, width = state[0], state[1]
@@ -312,10 +330,11 @@ def decode_class(
     odds: Contexts,
     seen: Bytes,
 ) -> int:
-    """Fill one class; returns how many weights are left, WRONG for what no encoder writes.
+    """Decode one class into `rank_gaps` and `codes`.
 
-    `left`: weights that no change of a class before has passed over. Gaps and changes of all
-    classes together are no more than the weights, which bounds the work by what is there.
+    Return the new `left`, WRONG for impossible input. `left`: number of weights that no change of
+    an earlier class has passed over. Gaps and changes of all classes together are no more than the
+    weights, which bounds the work.
     """
     one = np.uint64(1)
     most = 8 * codes.itemsize
@@ -361,7 +380,7 @@ def _get_rest(bits: Ints, raw: Bytes, size: np.uint64, rest: int) -> np.uint64:
 
 @compiled
 def finish_raw(bits: Ints, raw: Bytes) -> int:
-    """Write the last bits; returns the number of bytes."""
+    """Write the last bits to `raw`; return the number of bytes in `raw`."""
     while bits[1] > 0:
         raw[bits[2]] = bits[0] & 0xFF
         bits[0] >>= 8
@@ -384,10 +403,10 @@ def place(
     indices: NDArray[np.int64],
     values: Bits,
 ) -> int:
-    """Write (index, new value) of each change, ascending.
+    """Write the index and new value of each change to `indices` and `values`, ascending.
 
-    `starts`, `counts` [present.size]: each class's part of `rank_gaps` and `codes` (used up).
-    WRONG when a change lies behind the end.
+    Return 0, or WRONG when a change lies behind the last weight. `starts`, `counts` [present.size]:
+    each class's part of `rank_gaps` and `codes`; both are used up.
     """
     one = np.uint64(1)
     kinds = np.zeros(_STRETCH, np.uint8)
@@ -439,7 +458,8 @@ def _advance(j: int, rank_gaps: NDArray[np.uint32], starts: Ints, counts: Ints, 
 
 @compiled
 def _nth(word: np.uint64, n: int) -> int:
-    """Number of the set bit of `word` that has `n` set ones below it: halves, no branch."""
+    """Return the number of the set bit of `word` that has `n` set bits below it, without a
+    branch."""
     bit = 0
     for half in (32, 16, 8, 4, 2, 1):
         low = ones(word & ((np.uint64(1) << np.uint64(half)) - np.uint64(1)))
@@ -452,7 +472,7 @@ def _nth(word: np.uint64, n: int) -> int:
 
 @compiled
 def _length(size: np.uint64) -> int:
-    """Bits of the size of a change, which is not 0."""
+    """Return the number of bits of the size of a change, which is not 0."""
     return 64 - leading_zeros(size)
 
 
@@ -471,7 +491,7 @@ def _put_raw(bits: Ints, raw: Bytes, value: int, count: int) -> None:
 
 @compiled
 def _get_raw(bits: Ints, raw: Bytes, count: int) -> int:
-    """Beyond the end there are zeros."""
+    """Return the next `count` raw bits; bytes beyond the end of `raw` count as zeros."""
     held, n, at = bits[0], bits[1], bits[2]
     while n < count:
         byte = np.int64(raw[at]) if at < raw.size else np.int64(0)

@@ -19,19 +19,21 @@ from numpy.typing import NDArray
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 AHEAD = 64
-"""Changes between asking for a weight's cache line and using it."""
+"""Distance, in changes, between the prefetch of a weight's cache line and its use."""
 COMPARED = 32
-"""Weights in one call of `differing`."""
+"""Number of weights that one call of `differing` compares."""
 MATCHED = 64
-"""Bytes in one call of `matching`."""
+"""Number of bytes that one call of `matching` compares."""
 _I8, _I32, _I64 = (ir.IntType(bits) for bits in (8, 32, 64))
 _UNDEFINED_FOR_ZERO = ir.Constant(ir.IntType(1), 1)
 
 
 def compiled(kernel: Kernel) -> Kernel:
-    """Return `kernel` as machine code; it is compiled anew for each combination of types.
+    """Return `kernel` compiled by numba, without the GIL, anew for each combination of argument
+    types.
 
-    Without a folder to keep it in, each process compiles it (NUMBA_CACHE_DIR names a folder).
+    Machine code is kept on disk; where no folder is writable each process compiles it
+    (NUMBA_CACHE_DIR names a folder).
     """
     try:
         return cast("Kernel", numba.njit(nogil=True, cache=True)(kernel))
@@ -41,10 +43,10 @@ def compiled(kernel: Kernel) -> Kernel:
 
 
 def _mend_llvmlite() -> None:
-    """Let llvmlite's handle of its library have no `__dict__`.
+    """Make llvmlite's library handle raise AttributeError for names such as `__dict__`.
 
     It answers for every name with a function of the library, `__dict__` included (0.47). vLLM looks
-    into all objects of all modules when a CPU worker starts (0.32), and would die of it.
+    into all objects of all modules when a CPU worker starts (0.32), and would fail on it.
     """
     handle = type(llvmlite.binding.ffi.lib)
     find = handle.__getattr__
@@ -61,7 +63,7 @@ _mend_llvmlite()
 
 
 def _counting(count: Callable[[Any, Any], Any]) -> Any:  # noqa: ANN401 -- numba's own types
-    """Return a function of a u64, by one instruction of LLVM that counts bits."""
+    """Return a numba function u64 → i64 that is one of LLVM's bit-counting instructions."""
 
     @intrinsic
     def counted(_typing: Any, _word: Any) -> Any:  # noqa: ANN401
@@ -74,18 +76,18 @@ def _counting(count: Callable[[Any, Any], Any]) -> Any:  # noqa: ANN401 -- numba
 
 
 trailing_zeros = _counting(lambda builder, word: builder.cttz(word, _UNDEFINED_FOR_ZERO))
-"""Number of the lowest bit of a word, which is not 0, that is set."""
+"""Function that returns the number of the lowest set bit of a word that is not 0."""
 leading_zeros = _counting(lambda builder, word: builder.ctlz(word, _UNDEFINED_FOR_ZERO))
-"""Number of bits of a word, which is not 0, above the highest that is set."""
+"""Function that returns how many bits lie above the highest set bit of a word that is not 0."""
 ones = _counting(lambda builder, word: builder.ctpop(word))
-"""Number of set bits of a word."""
+"""Function that returns the number of set bits of a word."""
 
 
 @intrinsic
 def prefetch(_typing: Any, array: Any, index: Any) -> Any:  # noqa: ANN401 -- numba's own types
-    """Ask for the cache line of `array[index]`, int64 index; nothing happens when it is there.
+    """Prefetch the cache line of `array[index]` (int64 index) into the processor's caches.
 
-    Weights that changed lie too far from each other for the processor to see where the next is.
+    Changed weights lie too far from each other for the processor to foresee where the next is.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
@@ -102,7 +104,7 @@ def prefetch(_typing: Any, array: Any, index: Any) -> Any:  # noqa: ANN401 -- nu
 
 @intrinsic
 def differing(_typing: Any, old: Any, new: Any, at: Any) -> Any:  # noqa: ANN401
-    """u64: bit k says whether old[at + k] and new[at + k] differ, for COMPARED weights."""
+    """Return a u64 whose bit k is 1 if old[at + k] and new[at + k] differ, for COMPARED weights."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
         pair = [
@@ -117,7 +119,7 @@ def differing(_typing: Any, old: Any, new: Any, at: Any) -> Any:  # noqa: ANN401
 
 @intrinsic
 def matching(_typing: Any, array: Any, at: Any, byte: Any) -> Any:  # noqa: ANN401
-    """u64: bit k says whether array[at + k] is `byte`, for MATCHED bytes."""
+    """Return a u64 whose bit k is 1 if array[at + k] equals `byte`, for MATCHED bytes."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
         vector = _vector(context, builder, signature.args[0], args[0], args[1], MATCHED)
@@ -144,7 +146,7 @@ def _vector(
     at: Any,  # noqa: ANN401
     size: int,
 ) -> Any:  # noqa: ANN401
-    """Load `size` items of a contiguous array from index `at` on."""
+    """Return LLVM's vector of `size` items of a contiguous array from index `at` on."""
     item = _item(context, builder, kind, array, at)
     vector = ir.VectorType(context.get_value_type(kind.dtype), size)
     return builder.load(builder.bitcast(item, vector.as_pointer()), align=kind.dtype.bitwidth // 8)
@@ -154,7 +156,7 @@ def _vector(
 def split_plane(
     values: NDArray[np.unsignedinteger[Any]], plane: int, out: NDArray[np.uint8]
 ) -> None:
-    """Write byte number `plane` of each value (0: least significant) to `out`, as long."""
+    """Write byte `plane` of each value (0: least significant) to `out`, which is as long."""
     shift = np.uint64(8 * plane)
     for k in range(values.size):
         out[k] = np.uint64(values[k]) >> shift
@@ -162,7 +164,7 @@ def split_plane(
 
 @compiled
 def join_plane(plane: int, raw: NDArray[np.uint8], out: NDArray[np.unsignedinteger[Any]]) -> None:
-    """Add bytes number `plane` to values that have zeros there."""
+    """Set byte `plane` of each value of `out`, zero until then, to the bytes in `raw`."""
     shift = np.uint64(8 * plane)
     for k in range(raw.size):
         out[k] |= np.uint64(raw[k]) << shift
@@ -170,7 +172,7 @@ def join_plane(plane: int, raw: NDArray[np.uint8], out: NDArray[np.unsignedinteg
 
 @compiled
 def all_equal(values: NDArray[np.unsignedinteger[Any]], plane: int) -> int:
-    """The byte that all values have at `plane`, -1 when they differ or there are none."""
+    """Return the byte that all values have at `plane`, -1 when they differ or there are none."""
     if not values.size:
         return -1
     shift = np.uint64(8 * plane)

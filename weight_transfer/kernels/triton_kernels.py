@@ -37,30 +37,30 @@ _ANY = ("target", "count")
 
 
 def launched(kernel: Callable[..., Any] | None = None, **options: Any) -> Any:  # noqa: ANN401
-    """Return `kernel` as device code, which is compiled anew for each combination of types.
+    """Return `kernel` as Triton device code.
 
-    And of alignments, but for what the option `do_not_specialize` names. `kernel[grid](...)`
-    launches it; inside of another kernel it is called.
+    It is compiled anew for each combination of argument types and alignments, except arguments that
+    the option `do_not_specialize` names. `kernel[grid](...)` launches it; another kernel calls it.
     """
     return triton.jit(kernel, **options)
 
 
 @launched
 def widened(values: tl.tensor, width_bits: tl.constexpr) -> tl.tensor:
-    """The bits of signed integers as u64."""
+    """Return the bits of signed integers of `width_bits` as u64."""
     wide = values.to(tl.int64).to(tl.uint64, bitcast=True)
     return wide if width_bits == 64 else wide & ((1 << width_bits) - 1)
 
 
 @launched
 def gamma_times(index: tl.tensor) -> tl.tensor:
-    """(index + 1)·γ of u64."""
+    """Return (index + 1)·γ of u64, γ being SplitMix64's constant."""
     return (index + 1) * 0x9E3779B97F4A7C15
 
 
 @launched
 def finalise(mixed: tl.tensor) -> tl.tensor:
-    """SplitMix64's finaliser."""
+    """Return SplitMix64's finaliser of u64."""
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
     return mixed ^ (mixed >> 31)
@@ -76,10 +76,10 @@ def sum_tiles(
     tile_size: tl.constexpr,
     tiles: tl.constexpr,
 ) -> None:
-    """Sum of tiles tiles a program; the first weight of `bits` has index `first`.
+    """Store the digest's sum over `tiles` tiles of weights in `sums`, one sum for each program.
 
-    (index + 1)·γ is a tile's own part plus a lane's, which is multiplied once for all tiles: 64-bit
-    products are what this kernel waits for.
+    The first weight of `bits` has index `first`. (index + 1)·γ is a tile's own part plus a lane's,
+    which is multiplied once for all tiles: 64-bit products are what this kernel waits for.
     """
     program = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, tile_size)
@@ -103,7 +103,10 @@ def mark(
     size: tl.tensor,
     tile_size: tl.constexpr,
 ) -> None:
-    """Fill `bitmap` (whole tiles, least significant bit first) and `counts`, one for each tile."""
+    """Store a bit for each weight that differs in `bitmap`, and their number by tile in `counts`.
+
+    `bitmap`: whole tiles, least significant bit first.
+    """
     tile = tl.program_id(0).to(tl.int64)
     byte = tl.arange(0, tile_size // 8)
     lane = tl.arange(0, 8)
@@ -125,7 +128,8 @@ def list_marked(
     indices: tl.tensor,
     tile_size: tl.constexpr,
 ) -> None:
-    """Write the marked indices of a tile from `starts[tile]` on."""
+    """Store the indices of a tile's marked weights in `indices`, from position `starts[tile]`
+    on."""
     tile = tl.program_id(0).to(tl.int64)
     byte = tl.arange(0, tile_size // 8)
     lane = tl.arange(0, 8)
@@ -140,7 +144,7 @@ def list_marked(
 
 @launched
 def marked(bitmap: tl.tensor, index: tl.tensor) -> tl.tensor:
-    """The bit at `index`, as i32."""
+    """Return the bit of `bitmap` at `index`, as i32."""
     return (tl.load(bitmap + index // 8).to(tl.int32) >> (index % 8).to(tl.int32)) & 1
 
 
@@ -157,7 +161,11 @@ def describe(
     width_bits: tl.constexpr,
     tile_size: tl.constexpr,
 ) -> None:
-    """Gaps, codes and sums of growth; the range's first weight has index `first`."""
+    """Store gap and code of each changed weight, and the digest's growth for each program in
+    `sums`.
+
+    `indices`: the changed weights. The range's first weight has index `first`.
+    """
     program = tl.program_id(0).to(tl.int64)
     at = program * tile_size + tl.arange(0, tile_size)
     inside = at < count
@@ -185,7 +193,10 @@ def slot_of(
     shift: tl.tensor,
     mask: tl.tensor,
 ) -> tl.tensor:
-    """Return the slot of the class of the weight at `index`, i32; that of class 0 outside."""
+    """Return the slot of the class of the weight at `index`, i32.
+
+    That of class 0 where not `inside`.
+    """
     bits = tl.load(old + index, mask=inside, other=0).to(tl.int64)
     return tl.load(slots + ((bits >> shift) & mask))
 
@@ -201,9 +212,9 @@ def count_classes(
     block_size: tl.constexpr,
     slot_count: tl.constexpr,
 ) -> None:
-    """Fill `counts` i32[slot_count, blocks].
+    """Store the number of weights by slot and block in `counts` i32[slot_count, blocks].
 
-    What lies outside is counted with class 0: only behind the last weight, so no rank sees it.
+    Lanes behind the last weight are counted as class 0, which no rank depends on.
     """
     block = tl.program_id(0).to(tl.int64)
     index = block * block_size + tl.arange(0, block_size)
@@ -225,9 +236,10 @@ def rank_changed(
     slot_count: tl.constexpr,
     tile_size: tl.constexpr,
 ) -> None:
-    """Write `ranks` i32[size] where `bitmap` marks; the rest is left as it is.
+    """Store in `ranks` i32[size], for each marked weight, how many of its slot come before it.
 
-    `before` i32[slot_count, blocks]: weights of each slot in the blocks before.
+    Other elements of `ranks` are left as they are. `before` i32[slot_count, blocks]: weights of
+    each slot in the blocks before.
     """
     block = tl.program_id(0).to(tl.int64)
     seen = tl.load(before + tl.arange(0, slot_count) * tl.num_programs(0) + block)
@@ -255,7 +267,7 @@ def exchange(
     count: tl.tensor,
     tile_size: tl.constexpr,
 ) -> None:
-    """Write `new` to `target` at distinct `places`; odd[0] grows by what was not `old`."""
+    """Write `new` to `target` at distinct `places`; add to odd[0] the number that was not `old`."""
     at = tl.program_id(0).to(tl.int64) * tile_size + tl.arange(0, tile_size)
     inside = at < count
     place = tl.load(places + at, mask=inside, other=0).to(tl.int64)
@@ -275,7 +287,7 @@ def read_back(
     count: tl.tensor,
     tile_size: tl.constexpr,
 ) -> None:
-    """odd[1] grows by the weights that do not read as `new`."""
+    """Add to odd[1] the number of weights at `places` of `target` that do not read as `new`."""
     at = tl.program_id(0).to(tl.int64) * tile_size + tl.arange(0, tile_size)
     inside = at < count
     place = tl.load(places + at, mask=inside, other=0).to(tl.int64)
