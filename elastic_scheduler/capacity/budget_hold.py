@@ -43,7 +43,7 @@ _MOST_SAMPLES: Final = 2_400
 
 @dataclass(frozen=True, slots=True)
 class HoldChange:
-    """A hold that begins or ends; `why` has its figures. deployment: None for a hold of `node`."""
+    """Begin or end of a hold of a node, or of all nodes of `deployment`; why: its figures."""
 
     begins: bool
     node: str
@@ -53,7 +53,7 @@ class HoldChange:
 
 @dataclass(slots=True)
 class _OneHost:
-    """One of several hosts of a node; its budget is kept as long as it may cause a hold."""
+    """One of several hosts of a node, with its SLO budget."""
 
     budget: ErrorBudget
     seen_s: float
@@ -62,7 +62,7 @@ class _OneHost:
 
 @dataclass(slots=True)
 class _Host:
-    """All hosts of a node together, and each of several."""
+    """SLO budgets of a node: of all its hosts together, and of each of several."""
 
     budget: ErrorBudget
     hosts: dict[str, _OneHost] = field(default_factory=dict)
@@ -72,7 +72,9 @@ class _Host:
 
 
 class BudgetHold:
-    """Holds of nodes, and of deployments of which several nodes are held."""
+    """Holds of nodes whose hosts burn their SLO budget, and of deployments with several such
+    nodes.
+    """
 
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
@@ -89,10 +91,11 @@ class BudgetHold:
         lends: bool,
         hosts: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
-        """Take the requests of a node's host since its last report. lends: its guest is leased.
+        """Add a node's requests since its last report, within (good) and beyond (bad) their
+        targets.
 
-        With several hosts good and bad are sums, and `hosts` has both of each: a host that burns
-        its budget among seven that do not would not show in a sum.
+        lends: a guest of the node is leased. hosts: (good, bad) of each of several hosts by name,
+        whose sums are `good` and `bad`: one burning host among seven would not show in a sum.
         """
         host = self._hosts.get(node)
         if host is None:
@@ -105,13 +108,13 @@ class BudgetHold:
             host.lent_s = now_s
 
     def forget(self, node: str) -> None:
-        """Drop the budget of a node that is gone, unless it is held: leaving ends no hold."""
+        """Delete the SLO budget of a lost node, unless the node is held."""
         host = self._hosts.get(node)
         if host is not None and host.held is None:
             del self._hosts[node]
 
     def status(self) -> dict[str, str]:
-        """Return the reason of each held node: its own burn, or its deployment's."""
+        """Return the reason of each held node: its own burn rate, or its deployment's hold."""
         own = {node: host.held for node, host in self._hosts.items() if host.held is not None}
         by_deployment = {
             node: self._deployments[name]
@@ -121,9 +124,9 @@ class BudgetHold:
         return by_deployment | own
 
     def left(self, now_s: float) -> dict[str, float]:
-        """Return the remaining share of the period's budget of all hosts of a deployment together.
+        """Return the remaining share of the SLO budget by deployment, over all its hosts.
 
-        1 without traffic, below 0 when overspent; hosts without a deployment have "".
+        1 without traffic, below 0 when overspent; "" for hosts without a deployment.
         """
         counts: dict[str, tuple[int, int]] = {}
         objectives: dict[str, float] = {}
@@ -143,7 +146,10 @@ class BudgetHold:
         now_s: float,
         deployments: Mapping[str, str] = MappingProxyType({}),
     ) -> list[HoldChange]:
-        """Return the changes now. limits: in force for each node. deployments: of each node."""
+        """Begin and end holds; return the changes.
+
+        limits: SLO budget by node, None without one. deployments: deployment by node.
+        """
         acts: list[HoldChange] = []
         self._of = dict(deployments)
         for node, host in self._hosts.items():
@@ -211,7 +217,9 @@ class BudgetHold:
 
 
 def _serve_each(node: _Host, hosts: Mapping[str, tuple[int, int]], now_s: float) -> None:
-    """Add the requests of each host; one without a report for the longest window is dropped."""
+    """Add each host's requests to its own budget; drop hosts that were silent for the longest
+    window.
+    """
     for name, (good, bad) in hosts.items():
         one = node.hosts.get(name)
         if one is None:
@@ -229,7 +237,7 @@ def _serve_each(node: _Host, hosts: Mapping[str, tuple[int, int]], now_s: float)
 
 
 def _burnt(budget: ErrorBudget, limit: SloBudget, now_s: float, whose: str) -> str | None:
-    """Return the reason why a budget holds its node, with the figures of the rule that fired."""
+    """Return the reason if a paging burn-rate rule fires for the budget, None if none does."""
     for alert in budget.alerts(now_s, PAGING):
         good, bad = budget.counts(now_s, alert.rule.long_s)
         if bad >= limit.min_bad:
@@ -251,20 +259,20 @@ class _HostLoad:
 
 
 class BusyHold:
-    """Holds of nodes whose host is busy: less idle time than a guest is worth."""
+    """Holds of nodes whose hosts are too busy to lend."""
 
     def __init__(self) -> None:
         self._loads: dict[str, _HostLoad] = {}
 
     def seen(self, node: str, share: float, now_s: float) -> None:
-        """Take the share of the time since the last report in which a node's host worked."""
+        """Add the share of the time since the last report in which a node's host was busy."""
         load = self._loads.get(node)
         if load is None:
             load = self._loads[node] = _HostLoad(deque(maxlen=_MOST_SAMPLES), now_s)
         load.samples.append((now_s, min(1.0, max(0.0, share))))
 
     def forget(self, node: str) -> None:
-        """Forget a node that is gone."""
+        """Delete the busy shares of a lost node."""
         self._loads.pop(node, None)
 
     def status(self) -> dict[str, str]:
@@ -277,7 +285,7 @@ class BusyHold:
         return load.samples[-1][1] if load is not None and load.samples else None
 
     def judge(self, limits: Mapping[str, MaxHostBusy | None], now_s: float) -> list[HoldChange]:
-        """Return the changes now. limits: in force for each node."""
+        """Begin and end holds; return the changes. limits: bounds by node, None without one."""
         acts: list[HoldChange] = []
         for node, load in self._loads.items():
             limit = limits.get(node)
@@ -306,7 +314,7 @@ class BusyHold:
         return acts
 
     def _mean(self, load: _HostLoad, over_s: float, now_s: float) -> float | None:
-        """Return the average by time; None before a whole window, or without reports."""
+        """Return the busy share averaged over the last `over_s`; None while too little is known."""
         if now_s < load.since_s + over_s:
             return None
         since_s = now_s - over_s

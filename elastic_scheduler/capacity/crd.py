@@ -147,7 +147,9 @@ _COLUMNS: Final = (
 
 
 def crd_schema() -> dict[str, Any]:
-    """Return the structural schema (OpenAPI v3) of a policy's spec: all but its name."""
+    """Return the structural schema (OpenAPI v3) of a policy object's spec: all fields but the
+    name.
+    """
     spec = structural(CapacityPolicy)
     del spec["properties"]["name"]
     spec["required"] = [name for name in spec.get("required", []) if name != "name"]
@@ -157,7 +159,7 @@ def crd_schema() -> dict[str, Any]:
 
 
 def structural(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the structural schema of any model."""
+    """Return the structural schema (OpenAPI v3), as a CRD needs it, of a pydantic model."""
     schema = model.model_json_schema(by_alias=True)
     made: dict[str, Any] = _structural(schema, schema.get("$defs", {}))
     return made
@@ -206,7 +208,7 @@ def _say_default(said: dict[str, Any]) -> None:
 
 
 def docs_table() -> str:
-    """Return a Markdown table of all fields, as docs/capacity-policy.md has it."""
+    """Return a Markdown table of all policy fields with their defaults and meanings."""
     rows = ["| field | default | meaning |", "| --- | --- | --- |"]
     rows += [f"| `{path}` | {default} | {meaning} |" for path, default, meaning in _rows()]
     return "\n".join(rows)
@@ -247,13 +249,13 @@ class ConditionType(StrEnum):
     """Conditions of a policy, as its status has them."""
 
     READY = "Ready"
-    """A scheduler has accepted it."""
+    """Condition: a scheduler has put the policy in force."""
     TELEMETRY_FRESH = "TelemetryFresh"
-    """All of its nodes have been heard within `staleAfter`."""
+    """Condition: all nodes of the policy have reported within `staleAfter`."""
     CONFLICTED = "Conflicted"
-    """Another policy is stricter in a field that this one sets."""
+    """Condition: another policy is stricter in a field that this one sets."""
     ENFORCED = "Enforced"
-    """All of its nodes keep within it."""
+    """Condition: all nodes of the policy keep within it."""
 
 
 class _Status(BaseModel):
@@ -324,7 +326,7 @@ class PolicyStatus(_Status):
 
 
 def crd() -> dict[str, Any]:
-    """Return the whole CustomResourceDefinition."""
+    """Return the whole CustomResourceDefinition of RoseCapacityPolicy, as a dict."""
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",

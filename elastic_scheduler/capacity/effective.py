@@ -60,11 +60,11 @@ MOST_STEP_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class EffectivePolicy:
-    """Policy in force for one node. None: no policy bounds the field.
+    """Policy in force for one node: each field's strictest value among the matching policies.
 
-    policies: names of those that match. decided_by: the policy behind each bounded field, by the
-    field's path in files. `blackouts`, `node_caps`, `tenants`: each with its policy, for all of
-    them hold.
+    None means that no policy bounds the field. policies: names of those that match. decided_by: the
+    policy behind each bounded field, by the field's path in files. All blackouts, node_caps and
+    tenants hold, so they are listed with their policies.
     """
 
     policies: tuple[str, ...] = ()
@@ -89,12 +89,12 @@ class EffectivePolicy:
 
     @property
     def has_caps(self) -> bool:
-        """True if the node itself has to keep within caps."""
+        """True if the node itself has to keep within caps on memory or compute."""
         caps = (self.compute, self.memory_bytes, self.slack_share, self.watermarks)
         return self.kv_headroom > 0 or any(cap is not None for cap in caps)
 
     def fields(self) -> list[tuple[str, str, str]]:
-        """Return each bounded field's path, value and policy, for a person."""
+        """Return path, value and policy of each bounded field, as texts for people."""
         return [
             (path, _shown(getattr(self, name)), self.decided_by.get(path, ""))
             for path, name in PATHS.items()
@@ -127,7 +127,7 @@ def _most(value: Any) -> Any:  # noqa: ANN401 - of any number
 
 @dataclass(slots=True)
 class _Fold:
-    """Picks the strictest of the policies' values, and remembers its policy."""
+    """Choice of the strictest of the policies' values, which records the deciding policy."""
 
     policies: Sequence[CapacityPolicy]
     decided_by: dict[str, str]
@@ -139,7 +139,10 @@ class _Fold:
         strictness: Callable[[Any], Any],
         default: Any = None,  # noqa: ANN401 - of the field
     ) -> Any:  # noqa: ANN401 - of the field
-        """Return the smallest by `strictness`; the default if no policy sets one."""
+        """Return the value with the smallest `strictness`, the default if no policy sets one.
+
+        The policy of the value is recorded in `decided_by`.
+        """
         said = [(of(policy), policy.name) for policy in self.policies]
         bound = [(value, name) for value, name in said if value is not None]
         if not bound:
@@ -162,7 +165,10 @@ def _tightest(budget: SloBudget) -> tuple[float, int, float]:
 def effective(
     policies: Iterable[CapacityPolicy], node: str, labels: Mapping[str, str]
 ) -> EffectivePolicy:
-    """Fold all policies that match a node into one."""
+    """Return the effective policy of a node: the strictest of all policies that match, by field.
+
+    A node that no policy matches has mode Off.
+    """
     matching = tuple(
         sorted(
             (policy for policy in policies if policy.node_selector.matches(node, labels)),
@@ -215,22 +221,25 @@ def effective(
 
 
 def in_canary(node: str, percent: float) -> bool:
-    """Return True if a node acts while a policy is tried on a share of its nodes.
+    """Return True if the node is in the `percent` of all names that act in a policy's canary.
 
-    By a hash of the name: no order of arrival or restart changes the choice, and each larger
+    It is decided by a hash of the name: no order of arrival or restart changes it, and each larger
     percentage contains the smaller one.
     """
     return rank_of(node) < percent / 100 * _BUCKETS
 
 
 def rank_of(node: str) -> int:
-    """Return a node's place among all, evenly spread and the same everywhere."""
+    """Return a hash of the node's name, 0 to 2^32 - 1, which orders nodes the same everywhere."""
     return int.from_bytes(blake2b(node.encode(), digest_size=4).digest(), "big")
 
 
 @dataclass(frozen=True, slots=True)
 class Lendable:
-    """Capacity that a node lends, or would: bytes of KV memory, and share of each second."""
+    """Capacity that a node lends or would lend: bytes of KV memory, and share of each second.
+
+    None means unknown.
+    """
 
     memory_bytes: int | None = None
     compute: float | None = None
@@ -242,7 +251,10 @@ NOTHING = Lendable(0, 0.0)
 def lendable(
     would: HarvestMode, policy: EffectivePolicy, guest_bytes: int | None, busy: float | None
 ) -> Lendable:
-    """Return a verdict's figures; `guest_bytes`: the guests' KV memory, `busy`: of its host."""
+    """Return the memory and compute that a node lends under its verdict and policy.
+
+    guest_bytes: KV memory of its guests. busy: busy share of its host. None means unknown.
+    """
     if would is not HarvestMode.ACTIVE:
         return NOTHING
     memory, compute = guest_bytes, None if busy is None else max(0.0, 1.0 - busy)
@@ -255,7 +267,7 @@ def lendable(
 
 @dataclass(slots=True)
 class Advice:
-    """Figures of one node: now, and their sums over `over_s` seconds of judgements."""
+    """Capacity that one node lends or would lend: now, and summed over `over_s` seconds."""
 
     now: Lendable = field(default_factory=Lendable)
     over_s: float = 0.0
@@ -264,7 +276,7 @@ class Advice:
 
 
 class AdviceBook:
-    """Advice of all nodes. No clock: `now_s` is passed with each judgement."""
+    """Advice on each node's lendable capacity. Times are monotonic seconds passed in."""
 
     def __init__(self) -> None:
         self._guest_bytes: dict[str, int] = {}
@@ -272,11 +284,11 @@ class AdviceBook:
         self._judged_s: float | None = None
 
     def heard(self, node: str, guest_bytes: int) -> None:
-        """Record the KV memory of a node's guests when all of it is lent."""
+        """Record the bytes of KV memory that a node's guests have when all of it is lent."""
         self._guest_bytes[node] = guest_bytes
 
     def forget(self, node: str) -> None:
-        """Forget a lost node."""
+        """Delete the advice of a lost node."""
         self._guest_bytes.pop(node, None)
         self._of.pop(node, None)
 
@@ -286,7 +298,10 @@ class AdviceBook:
         busy: Callable[[str], float | None],
         now_s: float,
     ) -> None:
-        """Add the state since the last judgement; from now on the new verdicts hold."""
+        """Add the time since the last call to each node's sums, then set the new figures.
+
+        verdicts: node, mode that it would have, and policy. busy: returns a host's busy share.
+        """
         since_s = now_s - self._judged_s if self._judged_s is not None else 0.0
         step_s = min(max(0.0, since_s), MOST_STEP_S)
         self._judged_s = now_s
@@ -301,5 +316,5 @@ class AdviceBook:
             advice.now = lendable(would, policy, self._guest_bytes.get(node), busy(node))
 
     def of(self, node: str) -> Advice:
-        """Return a node's figures; empty ones before its first judgement."""
+        """Return a node's advice, an empty one before its first verdict."""
         return self._of.get(node) or Advice()

@@ -64,7 +64,9 @@ JUDGE_BUDGETS_S: Final = 5.0
 
 
 def cli_policy() -> CapacityPolicy:
-    """Return a policy that allows all lending: the operator's mode alone decides."""
+    """Return the policy `cli`, which allows all lending, so that the operator's mode alone
+    decides.
+    """
     return CapacityPolicy.model_validate(
         {
             "name": CLI,
@@ -78,7 +80,7 @@ def cli_policy() -> CapacityPolicy:
 
 
 class LimitKind(StrEnum):
-    """Kind of a limit, for counts by metrics and conditions."""
+    """Kind of a limit on a node's lending, for counts by metrics and conditions."""
 
     NO_POLICY = "no_policy"
     OFF = "off"
@@ -110,7 +112,7 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """An attached node, the labels by which policies select it, and whether it obeys caps."""
+    """Attached node: its name, its labels, by which policies select it, and if it obeys caps."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -119,11 +121,11 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeVerdict:
-    """Verdict on one node now, before the operator's stop state.
+    """Verdict of the policies on one node now, before the operator's stop.
 
-    mode: sent to its node. would: an Active policy's verdict; the same for one. limits: reasons why
-    not more, each with its policy or hold. settled: False while the node may only seem beyond a cap
-    on the number of nodes, since others have not attached yet: until then it keeps its loan, and is
+    mode: the mode in force, sent to the node. would: the mode that mode Active would give. limits:
+    reasons why the node lends no more. settled: False while the node may only seem beyond a cap on
+    the number of nodes, since others have not attached yet; until then it keeps its loan, and is
     sent nothing.
     """
 
@@ -136,13 +138,13 @@ class NodeVerdict:
 
     @property
     def advises(self) -> bool:
-        """True if it only reports what it would do."""
+        """True if the node only reports what it would lend."""
         return self.policy.mode is PolicyMode.ADVISORY or self.mode is not self.would
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityNote:
-    """A change of a verdict, a hold or a canary, for logs."""
+    """Log record of a changed verdict, hold or canary."""
 
     event: str
     fields: Mapping[str, object]
@@ -150,7 +152,9 @@ class CapacityNote:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """A policy's canary is halted: persist it; it ends when the policy is applied again."""
+    """Action: store that a policy's canary is halted, which lasts until the policy is applied
+    again.
+    """
 
     policy: str
     why: str
@@ -162,7 +166,10 @@ NOTHING: Final = NodeVerdict(
 
 
 class CapacityGate:
-    """Policies in force and the verdict of each node. No clock: both clocks are passed in."""
+    """Capacity policies in force, and their verdict on each node: may it lend now, and why not.
+
+    No clock: monotonic and wall time are passed in.
+    """
 
     def __init__(
         self,
@@ -170,7 +177,10 @@ class CapacityGate:
         policies: Iterable[CapacityPolicy] = (),
         halted: Mapping[str, str] | None = None,
     ) -> None:
-        """halted: the reason, by the name of the policy whose canary was halted."""
+        """Begin with stored policies and the operator's stop.
+
+        halted: the reasons of halted canaries, by policy name.
+        """
         self.stop = stop
         self._policies = {policy.name: policy for policy in policies}
         self._halted = dict(halted or {})
@@ -194,16 +204,16 @@ class CapacityGate:
 
     @property
     def wall_s(self) -> float | None:
-        """Unix seconds, as last passed; None if unknown."""
+        """Wall time that was last passed in, in Unix seconds; None if unknown."""
         return self._wall_s
 
     @property
     def policies(self) -> tuple[CapacityPolicy, ...]:
-        """All policies in force, by name."""
+        """All policies in force, in the order of their names."""
         return tuple(self._policies[name] for name in sorted(self._policies))
 
     def policy(self, name: str) -> CapacityPolicy:
-        """The policy of that name. Raises KeyError without one."""
+        """Return the policy of that name. Raises KeyError without one."""
         return self._policies[name]
 
     def halted(self, policy: str) -> str | None:
@@ -211,12 +221,16 @@ class CapacityGate:
         return self._halted.get(policy)
 
     def check_room(self, name: str) -> None:
-        """Raise PolicyError for one policy more than a scheduler holds."""
+        """Raise PolicyError if a policy of that name would be one more than 128."""
         if name not in self._policies and len(self._policies) >= MAX_POLICIES:
             raise PolicyError(f"{MAX_POLICIES} policies are in force; delete one first")
 
     def apply(self, policy: CapacityPolicy) -> bool:
-        """Put a policy in force now; return True if that changes it. It ends its canary's halt."""
+        """Put a policy in force, or replace it, and end its canary's halt; return True if that
+        changes it.
+
+        Raises PolicyError as `check_room` does.
+        """
         self.check_room(policy.name)
         same = self._policies.get(policy.name) == policy and policy.name not in self._halted
         self._policies[policy.name] = policy
@@ -225,13 +239,13 @@ class CapacityGate:
         return not same
 
     def delete(self, name: str) -> bool:
-        """Take a policy out of force; return True if it was there."""
+        """Take a policy out of force; return True if it was in force."""
         self._halted.pop(name, None)
         self._forget()
         return self._policies.pop(name, None) is not None
 
     def withhold(self, policies: Mapping[str, Limit]) -> None:
-        """Hold the nodes of these policies, for this reason; end other holds of this kind."""
+        """Hold the nodes of these policies for the given reasons; end other holds of this kind."""
         if policies != self._withheld:
             self._withheld = dict(policies)
             self._changed = True
@@ -249,9 +263,10 @@ class CapacityGate:
         lends: bool,
         hosts: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> None:
-        """Take a node's telemetry: its host's busy share, and its counters, which only grow.
+        """Record a node's telemetry: its host's busy share, and its counts of requests.
 
-        hosts: counters of each of several, by name; good and bad are their sums.
+        good, bad: totals of requests within and beyond their targets, which only grow. hosts: the
+        same of each of several hosts, by name. lends: True if a guest of the node is leased.
         """
         if busy is not None:
             self._busy.seen(node, busy, now_s)
@@ -262,13 +277,13 @@ class CapacityGate:
         self._budgets.serve(node, good, bad, now_s, lends=lends, hosts=since)
 
     def watched(self, node: str, *, scraped: bool) -> None:
-        """Record the source of a node's host: a scraped one is too late to yield to."""
+        """Record if a node knows its host through /metrics alone; such a node may only advise."""
         if scraped != (node in self._scraped):
             (self._scraped.add if scraped else self._scraped.discard)(node)
             self._changed = True
 
     def forget(self, node: str) -> None:
-        """Forget a lost node; its budget is kept while it is held, so that leaving ends no hold."""
+        """Delete a lost node's state, except for an SLO budget that holds it."""
         self._budgets.forget(node)
         self._busy.forget(node)
         self._scraped.discard(node)
@@ -284,9 +299,10 @@ class CapacityGate:
         now_s: float,
         wall_s: float | None = None,
     ) -> list[CapacityNote | Halt]:
-        """Judge all nodes when it is time, or at once after a change.
+        """Judge all nodes if a second passed or something changed; return log records and halts.
 
-        wall_s: Unix seconds, for blackout windows; None if unknown: every window counts.
+        nodes: returns the attached nodes. wall_s: Unix seconds for blackout windows; while it was
+        never known every window counts.
         """
         if wall_s is not None:
             self._changed |= self._wall_s is None
@@ -306,9 +322,9 @@ class CapacityGate:
         return acts + self._judge_nodes(facts, now_s)
 
     def greet(self, node: NodeFacts, now_s: float) -> list[CapacityNote | Halt]:
-        """Judge an attached node by itself, since thousands may come at once.
+        """Judge one node that just attached; return log records.
 
-        If a cap counts nodes it waits for the next judgement, which sees them all.
+        If a cap counts nodes, its verdict is settled only by the next `judge`, which sees them all.
         """
         self._begin(now_s)
         if not self._dark:
@@ -323,33 +339,33 @@ class CapacityGate:
         return self._said(verdict) if verdict.settled else []
 
     def changed(self) -> None:
-        """Record a change that verdicts depend on: judge at the next occasion."""
+        """Record a change that verdicts depend on, so that the next `judge` judges at once."""
         self._changed = True
 
     def verdict(self, node: str) -> NodeVerdict:
-        """Return the node's newest verdict; a node without one lends nothing."""
+        """Return the node's newest verdict; an unknown node's verdict lends nothing."""
         return self._verdicts.get(node, NOTHING)
 
     def verdicts(self) -> tuple[NodeVerdict, ...]:
-        """Return the verdicts of all nodes, by name."""
+        """Return the newest verdicts of all nodes, by node name."""
         return tuple(self._verdicts[name] for name in sorted(self._verdicts))
 
     def mode_of(self, replica: str, node: str) -> HarvestMode:
-        """Return a guest's mode: the stricter of the stop state and its node's verdict."""
+        """Return a guest's mode: the stricter of the operator's stop and its node's verdict."""
         return stricter(self.stop.mode_of(replica), self.verdict(node).mode)
 
     def budget_left(self, now_s: float) -> dict[str, float]:
-        """Return the remaining share of the SLO budget, by deployment; "" for hosts without one."""
+        """Return the remaining share of the SLO budget by deployment, "" for hosts without one."""
         return self._budgets.left(now_s)
 
     def busy_share(self, node: str) -> float | None:
-        """Return the node's host's busy share, as last reported."""
+        """Return the last reported busy share of the node's host, None if unknown."""
         return self._busy.share(node)
 
     # ---- leases ----
 
     def plan(self, offers: Iterable[Offer], leases: Iterable[Lease]) -> HarvestPlan:
-        """Decide over live offers and live leases.
+        """Return offers that may be leased, leases to renew, and leases to release.
 
         An unhealthy replica gets no new lease but keeps the one it has: it gets no turns either
         way, and it may be catching up.
@@ -372,20 +388,27 @@ class CapacityGate:
         )
 
     def may_lease(self, offer: Offer) -> bool:
-        """Return True if a replica without a lease may get one."""
+        """Return True if a replica without a lease may get one: it is healthy and its mode allows
+        it.
+        """
         return offer.healthy and self._allows(offer, HarvestMode.ACTIVE)
 
     def cooldown_s(self, node: str) -> float:
-        """Return the least pause after a revocation on a node."""
+        """Return the least seconds from a revocation to the next lease on a node, by its
+        policies.
+        """
         return self.verdict(node).policy.cooldown_s
 
     def weight_of(self, job: str) -> float:
-        """Return a job's priority: the least that any policy gives it, 1 by default."""
+        """Return a job's priority: the least that any policy sets for it, 1 by default."""
         said = [t.priority for p in self._policies.values() for t in p.tenants if t.job == job]
         return min(said, default=1.0)
 
     def admits(self, job: str, offer: Offer, held: Iterable[tuple[str, str]]) -> bool:
-        """Return True if quotas admit one more guest; held: (job, node) of each lease."""
+        """Return True if the policies' quotas allow the job this guest too.
+
+        held: (job, node) of each leased guest. Dedicated replicas are always allowed.
+        """
         if offer.kind is ReplicaKind.DEDICATED:
             return True
         quotas = [
@@ -434,7 +457,9 @@ class CapacityGate:
         return [*map(_noted, changes)]
 
     def _halts(self, change: HoldChange) -> list[CapacityNote | Halt]:
-        """Halt every partial canary that a burning host was part of."""
+        """Halt every partial canary that a burning host was part of; return halts and log
+        records.
+        """
         if not change.begins or change.deployment is not None:
             return []
         acts: list[CapacityNote | Halt] = []
@@ -454,7 +479,7 @@ class CapacityGate:
             self._began_s = now_s
 
     def _look_at_the_clock(self) -> None:
-        """Return the windows of each policy that hold now, once for all nodes."""
+        """Record the blackout windows of each policy that hold now, once for all nodes."""
         self._dark = {
             policy.name: [
                 f"blackout {window} ({policy.name})"
@@ -541,7 +566,7 @@ class CapacityGate:
     def _would(
         self, policy: EffectivePolicy, beyond: tuple[Limit, ...], held: Limit | None
     ) -> tuple[HarvestMode, tuple[Limit, ...]]:
-        """Return the mode of an acting policy, and all limits."""
+        """Return the mode that an Active policy gives now, and all limits behind it."""
         found = [(HarvestMode.OFF, limit) for limit in beyond]
         for name in policy.policies:
             found += [
@@ -565,7 +590,9 @@ class CapacityGate:
         return mode, tuple(limit for _, limit in found)
 
     def _admit(self, facts: list[NodeFacts]) -> dict[str, tuple[Limit, ...]]:
-        """Return the nodes beyond a cap on their number, with its policy; admitted ones first."""
+        """Return, by node, the caps on the number of nodes that the node is beyond; admitted ones
+        stay in.
+        """
         beyond: dict[str, list[Limit]] = {}
 
         def cap(key: str, members: list[str], most: int, why: str) -> None:
@@ -609,7 +636,7 @@ class CapacityGate:
         return {node: tuple(whys) for node, whys in beyond.items()}
 
     def _lendable(self, node: str) -> bool:
-        """Return True if a node counts against a cap on nodes, as one does that may lend."""
+        """Return True if a node counts against a cap on nodes, because it may lend."""
         policy = self._effective[node]
         if policy.mode is PolicyMode.OFF:
             return False
@@ -627,9 +654,9 @@ def _noted(change: HoldChange) -> CapacityNote:
 
 
 def _since(before: tuple[int, int] | None, now: tuple[int, int]) -> tuple[int, int]:
-    """Return the counts since then; counters that fell are those of a new daemon or host.
+    """Return the (good, bad) counts since `before`; counters that fell count from 0.
 
-    The first ones are of unknown times, and count for nothing.
+    The first counters are of unknown times, so they count for nothing.
     """
     if before is None:
         return 0, 0

@@ -59,7 +59,10 @@ LEASE_TTL_S: Final = 5.0
 
 
 def seconds_of(value: object) -> float:
-    """Read `500ms`, `5s`, `2m` or `1h`; a number is seconds already."""
+    """Return the seconds in a text as `500ms`, `5s`, `2m` or `1h`; a number is seconds already.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
@@ -69,7 +72,7 @@ def seconds_of(value: object) -> float:
 
 
 def duration_text(seconds: float) -> str:
-    """Write seconds as a file has them."""
+    """Return seconds as a policy file writes them: `5s`, `2m`."""
     for unit, factor in (("h", 3_600.0), ("m", 60.0), ("s", 1.0)):
         if seconds >= factor and (seconds / factor).is_integer():
             return f"{seconds / factor:.0f}{unit}"
@@ -77,7 +80,10 @@ def duration_text(seconds: float) -> str:
 
 
 def bytes_of(value: object) -> int:
-    """Read `8Gi`, `512Mi` or a plain number of bytes."""
+    """Return the bytes in a text as `8Gi` or `512Mi`, or in a plain number.
+
+    Raises ValueError for anything else.
+    """
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     match = _BYTES.fullmatch(text) if isinstance(text, str) else None
     if match is None:
@@ -86,7 +92,7 @@ def bytes_of(value: object) -> int:
 
 
 def bytes_text(count: int) -> str:
-    """Write bytes as a file has them, in the largest unit that is exact."""
+    """Return bytes as a policy file writes them, in the largest unit that is exact: `8Gi`."""
     for unit, factor in (("Ti", 1 << 40), ("Gi", 1 << 30), ("Mi", 1 << 20), ("Ki", 1 << 10)):
         if count and count % factor == 0:
             return f"{count // factor}{unit}"
@@ -94,7 +100,9 @@ def bytes_text(count: int) -> str:
 
 
 def count_or_share(value: object) -> int | str:
-    """Check `3` (a count) or `25%` (that share of all, rounded down)."""
+    """Return the value if it is a count as `3` or a share as `25%`. Raises ValueError for
+    others.
+    """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
@@ -105,7 +113,7 @@ def count_or_share(value: object) -> int | str:
 
 
 def most_of(limit: int | str, count: int) -> int:
-    """Return how many of `count` a limit allows; a share is rounded down."""
+    """Return how many of `count` a limit, `3` or `25%`, allows; a share is rounded down."""
     if isinstance(limit, int):
         return min(limit, count)
     # 0.29 × 100 is a little less than 29 in floating point.
@@ -224,7 +232,7 @@ class BlackoutWindow(BaseModel):
         return self
 
     def holds_at(self, wall_s: float) -> bool:
-        """Return True if a moment, in Unix seconds, lies in it."""
+        """Return True if a time, in Unix seconds, lies in the window."""
         local = datetime.fromtimestamp(wall_s, UTC).astimezone(_zone(self.time_zone))
         minute = local.hour * 60 + local.minute
         begin, end = minutes_of(self.begin), minutes_of(self.end)
@@ -290,12 +298,12 @@ class NodeSelector(_Part):
     )
 
     def matches(self, node: str, labels: Mapping[str, str]) -> bool:
-        """Return True for a node with these labels."""
+        """Return True if a node with this name and these labels is selected."""
         named = not self.names or node in self.names
         return named and all(labels.get(key) == value for key, value in self.match_labels.items())
 
     def no_nodes(self) -> str:
-        """Return the line for a selector that matches no attached node."""
+        """Return a line for people that says that the selector matches no attached node."""
         line = "no attached node has the labels or names of its nodeSelector"
         texts = (*self.names, *self.match_labels, *self.match_labels.values())
         pattern = next((text for text in texts if set(text) & set("*?[")), None)
@@ -508,14 +516,16 @@ class CapacityPolicy(_Part):
         return None
 
     def to_json(self) -> str:
-        """Return its JSON in files: its mode, and fields that are not at their defaults."""
+        """Return the policy as JSON: its name, its mode, and fields that are not at their
+        defaults.
+        """
         said = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
         first = {"name": self.name, "mode": self.mode.value}
         return json.dumps(first | said, separators=(",", ":"))
 
 
 def parse_policy(text: str | bytes) -> CapacityPolicy:
-    """Read one policy. Raises PolicyError with the field's path and what to do, in one line."""
+    """Return the policy in a JSON text. Raises PolicyError with the field's path and what to do."""
     if len(text) > MAX_POLICY_BYTES:
         raise PolicyError(f"a policy of {len(text)} bytes; write one of at most {MAX_POLICY_BYTES}")
     try:
@@ -526,7 +536,10 @@ def parse_policy(text: str | bytes) -> CapacityPolicy:
 
 
 def policy_of(said: object) -> CapacityPolicy:
-    """Check what a file says: a policy, or a RoseCapacityPolicy object. Raises PolicyError."""
+    """Return the policy in parsed JSON: its fields, or a RoseCapacityPolicy object.
+
+    Raises PolicyError.
+    """
     if isinstance(said, dict) and said.get("kind") == "RoseCapacityPolicy":
         spec, metadata = said.get("spec"), said.get("metadata")
         if not isinstance(spec, dict) or not isinstance(metadata, dict):
@@ -539,7 +552,10 @@ def policy_of(said: object) -> CapacityPolicy:
 
 
 def read_policies(path: Path) -> tuple[CapacityPolicy, ...]:
-    """Read a file of one policy, or of a list of them. Raises PolicyError, naming the file."""
+    """Return the policies in a JSON file of one policy or a list.
+
+    Raises PolicyError, naming the file.
+    """
     try:
         said = json.loads(path.read_bytes(), object_pairs_hook=_each_once)
     except OSError as error:
@@ -553,7 +569,7 @@ def read_policies(path: Path) -> tuple[CapacityPolicy, ...]:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises ValueError for a duplicate key."""
+    """Return a JSON object of these pairs. Raises ValueError for a duplicate key."""
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:

@@ -17,7 +17,10 @@ WINDOW_S = 60.0
 
 
 def spread(offers: Iterable[Offer], situation: Situation, why: str) -> tuple[Move, ...]:
-    """Give each offer to the job that has the fewest replicas for its weight and may have it."""
+    """Return a move for each offer, to the able job with the fewest replicas for its weight.
+
+    Able is a job whose model the replica serves and whose quota of guests is not used up.
+    """
     count = Counter(holding.job for holding in situation.held)
     guests = Counter(h.job for h in situation.held if h.offer.kind is ReplicaKind.GUEST)
     moves = []
@@ -38,7 +41,7 @@ def spread(offers: Iterable[Offer], situation: Situation, why: str) -> tuple[Mov
 
 
 class _WithoutLearning:
-    """Base of a policy that learns neither from revocations nor from what a switch costs."""
+    """Base of a policy that learns neither from revocations nor from the costs of switches."""
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
         """Change nothing: a replica that is offered again is taken again."""
@@ -57,13 +60,13 @@ class FixedPolicy(_WithoutLearning):
     name = "fixed"
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Take all dedicated replicas."""
+        """Return leases of all free dedicated replicas, and end none."""
         own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
         return LeaseDecision(spread(own, situation, "dedicated replicas are always leased"))
 
 
 class SpotPolicy(_WithoutLearning):
-    """Leases every offer the moment it comes, and keeps it until it is taken.
+    """Policy that leases every offer at once and keeps it until its node takes it back.
 
     Source: RLBoost (arXiv 2510.19225), which adds preemptible instances as they appear, pulls
     weights to them and moves their tokens elsewhere when they are preempted. Its balance between
@@ -73,7 +76,7 @@ class SpotPolicy(_WithoutLearning):
     name = "spot"
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Take all."""
+        """Return leases of all free offers, and end none."""
         return LeaseDecision(spread(situation.free, situation, "it is offered"))
 
 
@@ -94,7 +97,9 @@ class PaperPolicy(_WithoutLearning):
         self._step: dict[str, int] = {}
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Take all for jobs that no host pushed back in this step."""
+        """Return leases of all free dedicated replicas, and of guests for jobs that are not
+        frozen.
+        """
         self._step = {job.job: job.step for job in situation.jobs}
         growing = tuple(
             job for job in situation.jobs if self._frozen_step.get(job.job, -1) < job.step
@@ -110,7 +115,7 @@ class PaperPolicy(_WithoutLearning):
         )
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
-        """Freeze the job's growth until its next step."""
+        """Freeze the job: it gets no more guests until its next RL step."""
         self._frozen_step[holding.job] = self._step.get(holding.job, 0)
 
 
@@ -129,7 +134,10 @@ class ServerlessPolicy(_WithoutLearning):
         self._needed: deque[tuple[float, float]] = deque()
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Take or give back guests until their number is the needed one."""
+        """Return leases, or returns, of guests up to the number that the turns need.
+
+        Free dedicated replicas are always leased.
+        """
         own = [offer for offer in situation.free if offer.kind is ReplicaKind.DEDICATED]
         take = spread(own, situation, "dedicated replicas are always leased")
         held = [each for each in situation.held if each.offer.kind is ReplicaKind.GUEST]

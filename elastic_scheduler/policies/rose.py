@@ -66,7 +66,11 @@ REPLICAS_KEPT = 65_536
 
 
 class AimdLimit:
-    """Unlimited until the first revocation. Times are monotonic seconds, handed in."""
+    """Limit of a job's guests: infinite at first, halved when hosts revoke some, then growing.
+
+    It grows by one every `grow_s`. Revocations within `event_s` halve it once. Times are monotonic
+    seconds passed in.
+    """
 
     def __init__(self, grow_s: float = GROW_S, event_s: float = EVENT_S) -> None:
         self._grow_s = grow_s
@@ -76,7 +80,7 @@ class AimdLimit:
         self._halved_s = -math.inf
 
     def limit(self, now_s: float) -> float:
-        """Return the guests that may be held at `now_s`, at least 1."""
+        """Return the number of guests that the job may have at `now_s`, at least 1."""
         if math.isinf(self._limit):
             return self._limit
         steps = math.floor((now_s - self._changed_s) / self._grow_s)
@@ -86,7 +90,7 @@ class AimdLimit:
         return self._limit
 
     def revoked(self, held: int, now_s: float) -> None:
-        """Record that a host took a guest back; `held` is the job's number before."""
+        """Halve the limit because a host took a guest back; held: the job's guests until then."""
         if now_s < self._halved_s + self._event_s:
             return
         self._limit = max(1.0, min(self.limit(now_s), float(held)) / 2)
@@ -97,10 +101,10 @@ FIRST_SWITCHES_S = {SwitchKind.NONE: FIRST_SWITCH_S, SwitchKind.JOB: 15.0, Switc
 
 
 class SwitchCosts:
-    """Measured seconds from a lease to its first token, by replica, else by kind of replica.
+    """Average seconds from a lease to its first token, by replica, else by kind of replica.
 
-    Each kind of switch has figures of its own: a replica that keeps its job's weights is ready
-    long before one that takes another job's, or another model.
+    Each kind of switch has averages of its own: a replica that keeps its job's weights is ready
+    long before one that loads another job's, or another model.
     """
 
     def __init__(self, first_s: Mapping[SwitchKind, float] = FIRST_SWITCHES_S) -> None:
@@ -109,7 +113,7 @@ class SwitchCosts:
         self._kinds_s: dict[tuple[ReplicaKind, SwitchKind], float] = {}
 
     def observe(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """Record a measured switch. An invalid duration is left out."""
+        """Add a measured switch to the averages; ignore an invalid duration."""
         if not 0 <= took_s < math.inf:
             return
         key, kind = (offer.replica, switch), (offer.kind, switch)
@@ -121,7 +125,9 @@ class SwitchCosts:
             del self._measured_s[next(iter(self._measured_s))]
 
     def expected_s(self, offer: Offer, switch: SwitchKind = SwitchKind.NONE) -> float:
-        """Return the seconds that such a switch of the replica will take."""
+        """Return the seconds that such a switch of the replica will take; a default if
+        unmeasured.
+        """
         measured_s = self._measured_s.get(
             (offer.replica, switch), self._kinds_s.get((offer.kind, switch))
         )
@@ -135,7 +141,7 @@ class SwitchCosts:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """Sum of replicas: a job's own, so that one more or less is weighed without all others."""
+    """Sum over replicas of a job: their number, decode rate, and places for turns."""
 
     count: int = 0
     decode_tok_s: float = 0.0
@@ -150,7 +156,7 @@ class Supply:
         )
 
     def minus(self, offer: Offer) -> "Supply":
-        """Return the sum without one of its replicas; exactly nothing without the last one."""
+        """Return the sum without one of its replicas; exactly zero without the last one."""
         if self.count <= 1:
             return Supply()
         return Supply(
@@ -160,7 +166,7 @@ class Supply:
         )
 
     def rate_tok_s(self, turns: float) -> float:
-        """Return the tokens per second that `turns` turns get out of them."""
+        """Return the tokens per second that `turns` turns get from these replicas together."""
         if self.places <= 0:
             return 0.0
         share = min(1.0, turns / self.places)
@@ -168,7 +174,7 @@ class Supply:
 
 
 def supply_of(offers: Iterable[Offer]) -> Supply:
-    """Return the sum of replicas."""
+    """Return the sum over the offered replicas."""
     supply = Supply()
     for offer in offers:
         supply = supply.plus(offer)
@@ -176,10 +182,10 @@ def supply_of(offers: Iterable[Offer]) -> Supply:
 
 
 def saved_s(demand: JobDemand, have: Supply, offer: Offer, tenure_s: float = math.inf) -> float:
-    """Return how much sooner the job would be done with `offer` beside its own, in seconds.
+    """Return the seconds by which the job would be done sooner with `offer` beside `have`.
 
     Infinite for a job without replicas, or with unknown demand; 0 for one without work, or with no
-    more turns than replicas.
+    more turns than replicas. tenure_s: expected seconds until the replica is revoked.
     """
     if demand.turns <= have.count or demand.owed_tokens <= 0:
         return 0.0
@@ -196,7 +202,7 @@ def saved_s(demand: JobDemand, have: Supply, offer: Offer, tenure_s: float = mat
 
 
 class FairShares:
-    """Service of each job so far, per unit of weight, and the next job."""
+    """Record of each job's past use of replicas per unit of weight, to decide who is next."""
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
         self._hold_s = hold_s
@@ -207,17 +213,19 @@ class FairShares:
         self._meant: dict[str, tuple[str, float]] = {}
 
     def meant_for(self, replica: str, now_s: float) -> str | None:
-        """Return the job that a free replica was revoked for, None if it is any job's."""
+        """Return the job for which a free replica was revoked in the last 30 s, None if any may
+        have it.
+        """
         job, since_s = self._meant.get(replica, ("", now_s))
         return job if job and now_s < since_s + MEANT_S else None
 
     def give_up(self, replicas: Iterable[str]) -> None:
-        """Release replicas that their next jobs did not take."""
+        """Let any job have these replicas, which were revoked for one that did not take them."""
         for replica in replicas:
             self._meant.pop(replica, None)
 
     def account(self, jobs: Sequence[JobDemand], held: Iterable[Holding], now_s: float) -> None:
-        """Add the service since the last call.
+        """Add each job's use of replicas since the last call to its service.
 
         A job that wants nothing for longer than a pause gains no credit; service beyond its turn it
         still owes, or a trainer that pauses while it holds a replica would keep it.
@@ -245,7 +253,10 @@ class FairShares:
         }
 
     def order(self, jobs: Sequence[JobDemand], use: Mapping[str, float]) -> list[JobDemand]:
-        """Return the jobs, the one that should get the next replica first."""
+        """Return the jobs in the order in which they should get the next replica.
+
+        use: each job's dominant share divided by its weight.
+        """
         return sorted(jobs, key=lambda job: (use[job.job], self._served.get(job.job, 0.0), job.job))
 
     def move(
@@ -255,10 +266,12 @@ class FairShares:
         now_s: float,
         cost_s: Callable[[Offer, JobDemand], float] | None = None,
     ) -> str | None:
-        """Return the replica that its job should give back for one that is worse off, if any.
+        """Return the replica that a job should give back for a job with a smaller share; None if
+        none.
 
-        cost_s: returns the time of the switch. It is a small part of the time that a job keeps a
-        replica, and of equal replicas the cheapest goes.
+        The replica is kept for that other job for 30 s. cost_s: returns the seconds of a switch; it
+        must be a tenth of the time that a job keeps a replica, and of equal replicas the cheapest
+        goes.
         """
         use = dominant_shares(jobs, held, (each.offer for each in held))
         weight = {job.job: job.weight for job in jobs}
@@ -306,17 +319,17 @@ def _first(pair: tuple[tuple[float, float], Holding]) -> tuple[float, float]:
 
 
 def is_poor(job: JobDemand, held: Sequence[Holding]) -> bool:
-    """Return True if a job could use another replica."""
+    """Return True if a job has more turns than replicas."""
     return job.turns > count_of(job.job, held)
 
 
 def is_guest(holding: Holding) -> bool:
-    """Return True for a guest."""
+    """Return True if the held replica is a guest."""
     return holding.offer.kind is ReplicaKind.GUEST
 
 
 def guests_of(job: str, held: Iterable[Holding]) -> int:
-    """Return the guests that a job holds."""
+    """Return the number of guests that a job holds."""
     return sum(each.job == job and is_guest(each) for each in held)
 
 
@@ -328,7 +341,10 @@ def count_of(job: str, held: Iterable[Holding]) -> int:
 def dominant_shares(
     jobs: Iterable[JobDemand], held: Iterable[Holding], all_offers: Iterable[Offer]
 ) -> dict[str, float]:
-    """Return each job's dominant share of all offers, divided by its weight."""
+    """Return each job's dominant share of all offers divided by its weight, by job name.
+
+    A job's dominant share is the larger of its shares of decode rate and of KV memory.
+    """
     supplies = Supplies(all_offers)
     for each in held:
         supplies.add(each.job, each.offer)
@@ -336,14 +352,14 @@ def dominant_shares(
 
 
 class Supplies:
-    """Resources that each job holds of a whole, counted up as replicas are given out."""
+    """Decode rate and KV memory of each job's replicas, out of those of all offers."""
 
     def __init__(self, all_offers: Iterable[Offer]) -> None:
         self._total = _total(all_offers)
         self._held: dict[str, tuple[float, float]] = {}
 
     def add(self, job: str, offer: Offer) -> None:
-        """Add one more replica of a job."""
+        """Add one more replica to a job."""
         decode_tok_s, kv_tokens = self._held.get(job, (0.0, 0.0))
         self._held[job] = (
             decode_tok_s + (offer.decode_tok_s or 1.0),
@@ -351,7 +367,7 @@ class Supplies:
         )
 
     def shares(self, jobs: Iterable[JobDemand]) -> dict[str, float]:
-        """Return each job's dominant share, divided by its weight."""
+        """Return each job's dominant share divided by its weight, by job name."""
         return {
             job.job: _dominant(self._held.get(job.job, (0.0, 0.0)), self._total) / job.weight
             for job in jobs
@@ -363,7 +379,7 @@ def _dominant(mine: tuple[float, float], total: tuple[float, float]) -> float:
 
 
 def _total(offers: Iterable[Offer]) -> tuple[float, float]:
-    """Return decode rate and KV tokens; a replica that knows neither counts as one of each."""
+    """Return the sums of decode rate and KV tokens; an unknown figure counts as 1."""
     decode_tok_s = kv_tokens = 0.0
     for offer in offers:
         decode_tok_s += offer.decode_tok_s or 1.0
@@ -373,7 +389,7 @@ def _total(offers: Iterable[Offer]) -> tuple[float, float]:
 
 @dataclass(slots=True)
 class _Past:
-    """History of a replica between its leases."""
+    """History of a replica across its leases."""
 
     held_s: float = 0.0
     revokes: int = 0
@@ -384,25 +400,25 @@ class _Past:
 
 
 class RosePolicy:
-    """Takes a guest when the time that it saves exceeds what bringing it up costs.
+    """Leasing policy that takes a guest when it saves more time than its switch costs.
 
-    `saved_s` is the measure, `AimdLimit` the limit after hosts revoked guests, and
-    `FairShares` the order of jobs. Dedicated replicas are always leased.
+    `saved_s` is the measure, `AimdLimit` the limit after hosts revoked guests, and `FairShares` the
+    order of jobs. Dedicated replicas are always leased.
 
-    Against oscillation a guest is given back only when it saves less than a quarter of the gain
-    that taking it asked for. That must hold for `LINGER_S` and no less than a switch takes, so
-    idling costs at most as much as taking it again would; and for twice as long each time that it
-    was wanted again soon after. One replica a job is given back at a time, since the next one's
-    worth follows from the rest; it then rests for `COOLDOWN_S`.
+    Against oscillation a guest is given back only when it saves less than a quarter of a switch's
+    cost. That must hold for `LINGER_S` and no less than a switch takes, so idling costs at most as
+    much as taking it again would; and for twice as long each time that it was wanted again soon
+    after. One replica a job is given back at a time, since the next one's worth follows from the
+    rest; it then rests for `COOLDOWN_S`.
     """
 
     name = "rose"
 
     def __init__(self, hold_s: float = HOLD_S) -> None:
-        """hold_s: time that a replica stays with a job, before another has its turn.
+        """Begin without history. hold_s: seconds that a job keeps a replica before another's turn.
 
-        A shorter one means that switches are cheap here: the default costs shrink in proportion, or
-        the first guess alone would hold a replica for minutes.
+        Below the default, `hold_s` also shrinks the default costs of switches in proportion, or the
+        first guess alone would hold a replica for minutes.
         """
         cheaper = min(1.0, hold_s / HOLD_S)
         self._costs = SwitchCosts({k: cheaper * cost_s for k, cost_s in FIRST_SWITCHES_S.items()})
@@ -411,7 +427,10 @@ class RosePolicy:
         self._pasts: dict[str, _Past] = {}
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Take, in the order of fair shares; give back what saves too little; move for fairness."""
+        """Return leases to grant in the order of fair shares, and leases that save too little.
+
+        If there are none of either, one replica may be moved to a job with less than its share.
+        """
         now_s = situation.now_s
         jobs = [job.cleaned() for job in situation.jobs]
         self._fair.account(jobs, situation.held, now_s)
@@ -422,7 +441,7 @@ class RosePolicy:
         return LeaseDecision(tuple(take), back)
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
-        """Halve the job's limit of guests, and remember how long the replica stayed."""
+        """Halve the job's limit of guests, and record how long the replica stayed."""
         past = self._past(holding.offer.replica)
         past.revokes += 1
         past.held_s += max(0.0, now_s - holding.since_s)
@@ -431,11 +450,13 @@ class RosePolicy:
             self._allowance(holding.job).revoked(held, now_s)
 
     def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """Take the measured cost for the next decision."""
+        """Add a measured switch to the average costs for later decisions."""
         self._costs.observe(offer, took_s, switch)
 
     def _take_all(self, jobs: list[JobDemand], situation: Situation) -> list[Move]:
-        """Give out replica after replica, each to the job whose turn it is and that can use it."""
+        """Return leases of free replicas, one after the other to the job next in order that can use
+        one.
+        """
         free = {offer.replica: offer for offer in situation.free}
         if not free:
             return []
@@ -475,7 +496,9 @@ class RosePolicy:
         mine: "_Owned",
         now_s: float,
     ) -> Move | None:
-        """Return the best of these replicas for the job, given best first."""
+        """Return the lease of the first of the ranked replicas that is worth it for the job, else
+        None.
+        """
         most = min(job.max_guests, self._allowance(job.job).limit(now_s))
         for offer in ranked:
             if offer.replica not in free or not offer.serves(job.model):
@@ -535,7 +558,7 @@ class RosePolicy:
         return Move(each.job, each.offer.replica, "saves too little by now", figures)
 
     def _wanted_again(self, past: _Past, now_s: float) -> None:
-        """Linger longer next time, if it was wanted again soon after it was given back."""
+        """Double the time before the replica's next return if its last one was recent."""
         soon = now_s - past.returned_s < MAX_LINGER_S
         past.linger_s = min(MAX_LINGER_S, 2 * past.linger_s) if soon else LINGER_S
         past.useless_since_s = None
@@ -579,7 +602,9 @@ class _Owned:
 
 
 def _idles(dedicated: Holding, demand: Mapping[str, JobDemand], poor: list[JobDemand]) -> bool:
-    """Return True if a dedicated replica's job has no work, and another one has some for it."""
+    """Return True if a dedicated replica's job has no work while another job could use the
+    replica.
+    """
     job = demand.get(dedicated.job)
     if job is not None and job.turns > 0:
         return False
@@ -590,7 +615,7 @@ SWITCHES = tuple(SwitchKind)
 
 
 def _ranked(offers: Iterable[Offer], job: JobDemand) -> list[Offer]:
-    """Return the replicas for the job, the best first: cheapest switch, then the fastest."""
+    """Return the replicas for the job, the best first: dedicated, cheapest switch, then fastest."""
     return sorted(offers, key=lambda offer: _best_first(offer, job))
 
 

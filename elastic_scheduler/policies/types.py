@@ -24,11 +24,11 @@ _CLASSES = {
 
 @dataclass(frozen=True, slots=True)
 class JobDemand:
-    """Demand of a job now; infinite if unknown, which asks for everything.
+    """Demand of a job now; infinite if unknown, which asks for every replica.
 
-    `turns` run or wait, `owed_tokens` are still to be made by them, `step` is the policy version
-    that its trajectories work with, `weight` the operator's priority, `model` the model of its
-    replicas ("": their first one), `max_guests` its quota.
+    turns: turns that run or wait. owed_tokens: tokens that they are still to generate. step: newest
+    policy version of the job. weight: the operator's priority. model: "" for the replicas' first
+    one. max_guests: quota of guests.
     """
 
     job: str
@@ -44,7 +44,7 @@ class JobDemand:
             raise ValueError(f"the weight of {self.job} is {self.weight}; give one above 0")
 
     def cleaned(self) -> "JobDemand":
-        """Return it without NaN and negative figures, which an idle meter may give."""
+        """Return the demand with NaN and negative figures, as of an idle meter, replaced by 0."""
         turns = self.turns if self.turns > 0 else 0.0
         owed = self.owed_tokens if self.owed_tokens > 0 else 0.0
         return replace(self, turns=turns, owed_tokens=owed)
@@ -52,7 +52,7 @@ class JobDemand:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """An active lease, with its replica's newest offer."""
+    """Active lease of a job, with the replica's newest offer and the time of the grant."""
 
     job: str
     offer: Offer
@@ -61,7 +61,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Input of a policy at one moment: offers to lease, leases that may be kept, and the jobs."""
+    """Input of a leasing policy: free offers, leases that may be kept, and the jobs' demand."""
 
     now_s: float
     free: tuple[Offer, ...]
@@ -71,7 +71,7 @@ class Situation:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A lease of a replica to a job, or its return, with the reason."""
+    """One lease to grant or to end: the replica, the job, and the reason with its figures."""
 
     job: str
     replica: str
@@ -81,34 +81,39 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class LeaseDecision:
-    """Output of a policy: the changes to make now, usually none."""
+    """Output of a leasing policy: leases to grant (`take`) and to end, usually none."""
 
     take: tuple[Move, ...] = ()
     give_back: tuple[Move, ...] = ()
 
 
 class Policy(Protocol):
-    """Decides over a situation; a state machine without IO, so a trace has one outcome."""
+    """Leasing policy: a state machine without IO that decides which leases to grant and end."""
 
     name: str
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Return the leases to make and end now; called after every change and each second."""
+        """Return the leases to grant and end now; called after every change and each second."""
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
-        """Take the news that a node took a replica back; its job held `held` guests before."""
+        """Learn that a node took a replica back from a job that had `held` guests until then."""
 
     def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """Take the time `took_s` of a leased replica from that switch to its first token."""
+        """Learn that a leased replica took `took_s` seconds to its first token, after that
+        switch.
+        """
 
 
 def policy_names() -> tuple[str, ...]:
-    """Return the names of all policies of `make_policy`."""
+    """Return the names of all policies that `make_policy` knows."""
     return tuple(_CLASSES)
 
 
 def make_policy(name: str, **options: float) -> Policy:
-    """Return a policy by its name; options are those of its class. Raises ValueError."""
+    """Return a new policy by its name; options are arguments of its class.
+
+    Raises ValueError for an unknown name.
+    """
     if name not in _CLASSES:
         raise ValueError(f"there is no policy {name!r}; choose from {', '.join(_CLASSES)}")
     module, policy_class = _CLASSES[name]
