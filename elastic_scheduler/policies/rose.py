@@ -269,9 +269,8 @@ class FairShares:
         """Return the replica that a job should give back for a job with a smaller share; None if
         none.
 
-        The replica is kept for that other job for 30 s. cost_s: returns the seconds of a switch; it
-        must be a tenth of the time that a job keeps a replica, and of equal replicas the cheapest
-        goes.
+        The replica is kept for that other job for 30 s. cost_s: returns the seconds of a switch; a
+        replica moves only after ten times that, and of equal replicas the cheapest moves.
         """
         use = dominant_shares(jobs, held, (each.offer for each in held))
         weight = {job.job: job.weight for job in jobs}

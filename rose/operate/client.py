@@ -32,9 +32,10 @@ _SAID_NO: Final = {
 
 
 class SchedulerClient:
-    """Operator's client of a scheduler.
+    """Operator's blocking client of the leading scheduler among the given addresses.
 
-    Raises `UnavailableError` when it does not answer and `RefusedError` when it says no.
+    All calls raise `UnavailableError` if no leader answers, `RefusedError` if it refuses, and
+    `ConfigError` for invalid arguments.
     """
 
     def __init__(
@@ -51,31 +52,38 @@ class SchedulerClient:
         self._standby: tuple[str, str] | None = None
 
     def snapshot(self) -> pb.SnapshotReply:
-        """Return the scheduler's present state."""
+        """Return the scheduler's whole present state."""
         return self._call(lambda stub: stub.Snapshot(pb.SnapshotRequest(), timeout=self._timeout_s))
 
     def set_harvest(self, mode: "pb.HarvestMode.ValueType", replica: str) -> int:
-        """Set the mode of one replica, or of the cluster (""); returns the leases it released."""
+        """Set the lending mode of one replica, or of the cluster (""); return the leases released.
+
+        If no policy is in force, a cluster mode other than OFF also puts one in force that lends
+        everything.
+        """
         request = pb.SetHarvestRequest(mode=mode, replica=replica)
         return self._call(lambda stub: stub.SetHarvest(request, timeout=self._timeout_s)).released
 
     def end_job(self, job: str) -> int:
-        """End a job; returns the leases that this releases."""
+        """End a job; return the number of leases that are being released."""
         request = pb.EndJobRequest(job=job)
         return self._call(lambda stub: stub.EndJob(request, timeout=self._timeout_s)).released
 
     def drop_job(self, job: str, *, force: bool = False) -> int:
-        """Forget a job's chain and run; returns how many versions are forgotten."""
+        """End a job and delete its versions and run; return the number of deleted versions.
+
+        force: do so even while the job's run lives.
+        """
         request = pb.DropJobRequest(job=job, force=force)
         return self._call(lambda stub: stub.DropJob(request, timeout=self._timeout_s)).versions
 
     def revoke(self, replica: str, reason: str) -> int:
-        """End the replica's lease; returns its epoch."""
+        """Revoke the replica's lease; return the lease's epoch."""
         request = pb.RevokeRequest(replica=replica, reason=reason)
         return self._call(lambda stub: stub.Revoke(request, timeout=self._timeout_s)).epoch
 
     def _call(self, ask: Callable[[SchedulerStub], Reply]) -> Reply:
-        """Call the leader. A call is repeated only if it was surely not carried out."""
+        """Return the leader's reply; a call is repeated only if it was surely not carried out."""
         until_s = time.monotonic() + self._timeout_s
         self._standby = None
         while True:
@@ -124,7 +132,7 @@ class SchedulerClient:
         )
 
     def _hint(self, details: str) -> str:
-        """Return a hint for a failed handshake, of which TLS itself says little."""
+        """Return a hint for a failed TLS handshake, "" for other failures."""
         if not any(word in details for word in ("Socket closed", "andshake", "erification")):
             return ""
         if self._certificates is None:
@@ -136,36 +144,44 @@ class SchedulerClient:
 
 
 class PolicyClient(SchedulerClient):
-    """Calls of a scheduler about policies. Raises as `SchedulerClient` does."""
+    """Operator's client of the leading scheduler, with calls about capacity policies.
+
+    Raises as `SchedulerClient` does.
+    """
 
     def policies(self) -> list[pb.PolicyView]:
-        """Return all policies in force."""
+        """Return all capacity policies in force."""
         ask = pb.ListPoliciesRequest()
         return list(self._call(lambda s: s.ListPolicies(ask, timeout=self._timeout_s)).policies)
 
     def apply(self, policy: "CapacityPolicy", *, dry_run: bool = False) -> bool:
-        """Put a policy in force, or only have it checked; whether that changes anything."""
+        """Put a policy in force, or with dry_run only check it; return True if that changes
+        anything.
+        """
         ask = pb.ApplyPolicyRequest(policy=policy.to_json(), dry_run=dry_run)
         return self._call(lambda s: s.ApplyPolicy(ask, timeout=self._timeout_s)).changed
 
     def delete(self, name: str) -> None:
-        """Take a policy out of force."""
+        """Take the policy of that name out of force."""
         ask = pb.DeletePolicyRequest(name=name)
         self._call(lambda s: s.DeletePolicy(ask, timeout=self._timeout_s))
 
     def explain(self, node: str) -> list[pb.NodeCapacity]:
-        """Return the policy behind each field, for one node or for all ("")."""
+        """Return, for one node or for all (""), the policy that decides each field."""
         ask = pb.ExplainPolicyRequest(node=node)
         return list(self._call(lambda s: s.ExplainPolicy(ask, timeout=self._timeout_s)).nodes)
 
     def stop(self, mode: "pb.HarvestMode.ValueType", replica: str = "") -> int:
-        """Set the operator's stop, and no policy; returns the leases it released."""
+        """Set the operator's stop of the cluster or a replica; return the leases released.
+
+        Unlike `set_harvest` it never puts a policy in force.
+        """
         ask = pb.SetHarvestRequest(mode=mode, replica=replica, stop_alone=True)
         return self._call(lambda s: s.SetHarvest(ask, timeout=self._timeout_s)).released
 
 
 def _connects(channel: grpc.Channel) -> bool:
-    """Return True if the channel connects within a moment."""
+    """Return True if the channel connects before a short timeout."""
     states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
     channel.subscribe(states.put, try_to_connect=True)
     until_s = time.monotonic() + CONNECT_S

@@ -27,7 +27,7 @@ _UNSTARTED = {
 
 
 class Mode(StrEnum):
-    """Mode of lending of a fleet, a node or a replica."""
+    """Mode of lending of a fleet, a node or a replica, in operators' words."""
 
     UNKNOWN = "unknown"
     OFF = "off"
@@ -37,7 +37,7 @@ class Mode(StrEnum):
 
 
 class NodeState(StrEnum):
-    """SILENT: its stream is open, and nothing came for a while. AWAY: known, and not attached."""
+    """State of a node. SILENT: attached, without a message for 3 s. AWAY: known, not attached."""
 
     ATTACHED = "attached"
     SILENT = "silent"
@@ -46,9 +46,9 @@ class NodeState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Serving engine of a node, with a name where the node has several.
+    """Serving engine of a node, with latencies, load and targets; name: "" for the only one.
 
-    source: plugin, or scrape, whose figures are some seconds old.
+    source: `plugin`, or `scrape`, whose figures are some seconds old. Figures are None if unknown.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Host:
 
     @property
     def strain(self) -> float:
-        """Worst of its latencies over their targets: above 1 it misses one."""
+        """Largest ratio of a latency's p95 to its target; above 1 a target is missed."""
         pairs = (
             (self.ttft_p95_s, self.ttft_target_s),
             (self.tpot_p95_s, self.tpot_target_s),
@@ -76,7 +76,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class PolicyField:
-    """A field of the strictest of all policies that match a node, and the policy that set it."""
+    """Field of a node's effective policy: path, value, and the policy that set it."""
 
     path: str
     value: str
@@ -85,9 +85,10 @@ class PolicyField:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Capacity that policies leave a node. would: mode under an Active policy without the stop.
+    """Capacity that policies leave a node. mode: in force. would: mode that mode Active would give.
 
-    lend_bytes, lend_compute: what `would` comes to now; advised_*: averages over `advised_s`.
+    limits: reasons why no more is lent. lend_bytes, lend_compute: what the node lends, or would
+    lend, now; advised_*: averages of these over `advised_s`. None means unknown.
     """
 
     policy_mode: str
@@ -107,9 +108,9 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine. confirms: it says when a mode holds; confirmed_s: how long that took it.
+    """Machine of the fleet. confirms: it confirms new modes; confirmed_s: how long that took.
 
-    heard_s: since it said anything, None where the scheduler does not say. release: of ROSE.
+    heard_s: seconds since its last message, None if unknown. release: its ROSE version.
     """
 
     name: str
@@ -125,13 +126,13 @@ class Node:
 
     @property
     def strain(self) -> float:
-        """The largest latency-to-target ratio of the node's hosts."""
+        """Largest latency-to-target ratio of the node's hosts."""
         return max((host.strain for host in self.hosts), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Right of a job to a replica. why: the last decision about it."""
+    """Lease of a replica to a job. why: reason of the last decision about it."""
 
     job: str
     epoch: int
@@ -142,10 +143,10 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """State of a replica's engine. grant: its node's, `none` for an engine without a gate.
+    """State of a replica's engine. grant: its permission to run, `none` without a gate.
 
-    reason: why it may or may not run, a word of `FreezeReason`; why: the same in a sentence.
-    held_bytes: all memory that it holds as measured, said while it must not exist.
+    reason: word of `FreezeReason` that says why it may or may not run; why: the same as a sentence.
+    held_bytes: all memory that it holds, measured while it must not exist, else None.
     """
 
     state: str
@@ -164,7 +165,10 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A guest, or a dedicated replica. held_job: whose weights it has, where not its lease's."""
+    """Guest or dedicated replica. held_job: job of its weights, "" if that is the lease's job.
+
+    mode: the replica's own mode, None if an operator set none.
+    """
 
     name: str
     kind: str
@@ -181,13 +185,13 @@ class Replica:
 
     @property
     def is_guest(self) -> bool:
-        """True if a stop of the harvest ends the replica: dedicated replicas belong to the jobs."""
+        """True unless the replica is dedicated, so that a stop of lending ends it."""
         return self.kind != DEDICATED
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A trainer's run of a job. state: live, silent or ended."""
+    """Trainer's run of a job, as last known. state: live, silent or ended."""
 
     run: str
     holder: str
@@ -198,7 +202,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A registered job. turns, owed_tokens, made_tok_s: None where no gateway ever reported."""
+    """Registered job. turns, owed_tokens, made_tok_s: None while no gateway has reported.
+
+    version: its newest weight version. chain: number of versions of which nodes are told.
+    """
 
     name: str
     model: str
@@ -220,7 +227,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Everything that a scheduler knows. overrides: replicas with a mode of their own."""
+    """Everything that a scheduler's snapshot says. overrides: modes of single replicas."""
 
     release: str
     harvest: Mode
@@ -232,11 +239,11 @@ class Fleet:
     jobs: tuple[Job, ...]
 
     def node(self, name: str) -> Node | None:
-        """Return the node of that name."""
+        """Return the node of that name, None if it is unknown."""
         return next((node for node in self.nodes if node.name == name), None)
 
     def by_node(self) -> dict[str, list[Replica]]:
-        """Return the replicas of each node by name, also for nodes without replicas."""
+        """Return the replicas by node name; a node without replicas has an empty list."""
         found: dict[str, list[Replica]] = {node.name: [] for node in self.nodes}
         for replica in self.replicas:
             found.setdefault(replica.node, []).append(replica)
@@ -244,7 +251,7 @@ class Fleet:
 
     @property
     def skewed(self) -> list[Node]:
-        """Attached nodes of another release than the scheduler's, where both are known."""
+        """Attached nodes that run another ROSE release than the scheduler."""
         return [
             node
             for node in self.nodes
@@ -266,12 +273,12 @@ WIRE_MODES: Final = {mode: number for number, mode in _MODES.items()}
 
 
 def mode_of(number: "pb.HarvestMode.ValueType") -> Mode:
-    """Return the mode as people write it."""
+    """Return the operators' word for a mode of the protocol, UNKNOWN for a newer one."""
     return _MODES.get(number, Mode.UNKNOWN)
 
 
 def fleet_of(snapshot: pb.SnapshotReply) -> Fleet:
-    """Read a snapshot, also one of an older scheduler, which does not list its nodes."""
+    """Return the fleet in a snapshot, also in one of an older scheduler, which lists no nodes."""
     leases = {lease.replica: lease for lease in snapshot.leases}
     engines = {guest.replica: guest for guest in snapshot.guests}
     modes = {each.replica: mode_of(each.mode) for each in snapshot.overrides}
@@ -341,7 +348,7 @@ def _host(said: pb.HostTelemetry) -> Host:
 
 
 def capacity_of(row: pb.NodeCapacity) -> Capacity:
-    """Read a node's capacity from a snapshot's row or an explanation."""
+    """Return a node's capacity from a row of a snapshot or an explanation."""
     averaged = row.advised_s > 0
     return read(
         Capacity,
@@ -398,7 +405,7 @@ def _run(run: pb.RunView) -> Run:
 
 
 def names(found: Iterable[Node | Replica | Job], most: int = 5) -> str:
-    """`a, b, c and 7 more`: of a few all of them are named."""
+    """Return the names as a text, `a, b, c and 7 more`, with at most `most` of them."""
     every = sorted(each.name for each in found)
     more = f" and {len(every) - most} more" if len(every) > most else ""
     return ", ".join(every[:most]) + more

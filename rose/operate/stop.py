@@ -22,7 +22,7 @@ MEASURED_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class UnheardNode:
-    """A node of which no confirmation is known. state: attached, silent or away."""
+    """Node that has not confirmed a stop, with the names of its guests; as text a report line."""
 
     node: str
     state: NodeState
@@ -51,7 +51,7 @@ class UnheardNode:
 
 @dataclass(frozen=True, slots=True)
 class RemainingGuest:
-    """A guest that is there still, as its node measured it."""
+    """Guest that still exists after a stop, as its node measured it; as text a report line."""
 
     replica: str
     node: str
@@ -66,10 +66,11 @@ class RemainingGuest:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Result of one look. nodes: all known ones; held: nodes that confirmed the stop.
+    """Result of one look at a fleet after a stop. held: number of nodes that confirmed it.
 
-    slowest_s: longest time from order to confirmation. older: attached nodes of an old release,
-    which never confirm. unmeasured: guests of attached nodes of which nobody said what they hold.
+    nodes: number of known nodes. slowest_s: longest time from order to confirmation. unheard: nodes
+    without a confirmation. older: attached nodes of an old release, which never confirm. left:
+    guests that still exist. unmeasured: guests of attached nodes without a measurement.
     """
 
     nodes: int
@@ -82,7 +83,7 @@ class Proof:
     unmeasured: tuple[str, ...]
 
     def settled(self, waited_s: float) -> bool:
-        """Return True if another look can show nothing more."""
+        """Return True if waiting longer than `waited_s` cannot prove more."""
         measured = not self.unmeasured or waited_s > MEASURED_S
         heard = all(
             node.state is not NodeState.ATTACHED and (node.heard_s or 0.0) > STALE_AFTER_S
@@ -92,7 +93,7 @@ class Proof:
 
     @property
     def proved(self) -> bool:
-        """True if every known node is accounted for and every guest measured to be gone."""
+        """True if every node confirmed and every guest was measured to be gone."""
         return not (self.unheard or self.unmeasured or self.left)
 
     def lines(self, took_s: float) -> Iterable[str]:
@@ -115,7 +116,7 @@ class Proof:
 
 
 def proof_of(fleet: Fleet) -> Proof:
-    """Judge one look at a fleet in which a stop is in force."""
+    """Return the proof of a stop that one look at the fleet gives."""
     guests = {
         node: [replica for replica in replicas if replica.is_guest]
         for node, replicas in fleet.by_node().items()
@@ -159,7 +160,7 @@ def _unheard(node: Node, guests: list[Replica]) -> bool:
 
 
 def left_of(replica: Replica) -> RemainingGuest | None:
-    """Return the rest of a guest that still exists, None for a guest that is gone."""
+    """Return a guest that still runs or holds memory, None for a guest that is gone."""
     engine = replica.engine
     if engine is None:
         return None

@@ -91,7 +91,10 @@ _COUNTERS: Final = {
 
 
 class SchedulerMetrics(Collector):
-    """Counters of this process, and figures of the service while it leads."""
+    """Prometheus collector of a scheduler: counters of the process, figures of its service.
+
+    The figures are there only while the process leads.
+    """
 
     def __init__(
         self,
@@ -144,11 +147,13 @@ class SchedulerMetrics(Collector):
         self.registry.register(self)
 
     def watch(self, leadership: Leadership, service: Callable[[], SchedulerService | None]) -> None:
-        """Whom to ask at each scrape."""
+        """Set the election and the function that returns the leading service, to be read at
+        scrapes.
+        """
         self._leadership, self._service = leadership, service
 
     def heard(self, event: str, fields: Mapping[str, object]) -> None:
-        """Take one event of the log."""
+        """Count one event of the event log."""
         job = self._known(str(fields.get("job", "")))
         if event == "lease_granted":
             self._grants.labels(job).inc()
@@ -162,13 +167,17 @@ class SchedulerMetrics(Collector):
             self._complaints.labels(event.removesuffix("_refused")).inc()
 
     def called(self, call: str, seconds: float, answered: bool) -> None:
-        """Take one call of the store."""
+        """Record the duration of one call of the store, and an error if it was not answered."""
         self._store_s.labels(call).observe(seconds)
         if not answered:
             self._store_errors.labels(call).inc()
 
     def look(self) -> None:
-        """Count what a scrape shows; on the service's loop, between its steps."""
+        """Store the service's figures for the next scrape; call this on the service's event loop.
+
+        SLO budgets are computed every 15 s at most. Counters of jobs over for 15 minutes are
+        dropped.
+        """
         service = self._service()
         now_s = self._clock_s()
         if service is None:
@@ -183,11 +192,11 @@ class SchedulerMetrics(Collector):
         self._forget_jobs(live, now_s)
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registration asks for no figures."""
+        """Return nothing, so that registration computes no figures."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all families of the newest look."""
+        """Yield all metric families, with the figures of the last `look`."""
         gauge = partial(_family, GaugeMetricFamily)
         counter = partial(_family, CounterMetricFamily)
         lead, audit = self._leadership, self._audit
@@ -232,11 +241,11 @@ class SchedulerMetrics(Collector):
 
 
 Values = Mapping[str, float | None] | Mapping[tuple[str, str], float]
-"""Values by the family's label or labels; those that nobody knows are left out."""
+"""Values by the family's label or labels; unknown ones are None or left out."""
 
 
 def _values(seen: ServiceFigures) -> dict[str, float | Values]:
-    """Return the values of all families, by name."""
+    """Return the values of all gauges and counters of the fleet, by family name."""
     core = seen.core
     offers = [(each.holder, each.offer.kind.value, each.offer.node) for each in core.replicas]
     demand = [each.demand for each in core.jobs if each.demand is not None]

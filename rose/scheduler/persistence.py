@@ -51,12 +51,12 @@ STALLED_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job that this scheduler leases to; `max_staleness` in policy versions.
+    """Stored job to which replicas are leased; max_staleness: policy versions it may be behind.
 
-    model: its version 0, "" for whatever replicas were started with. weight: its share beside those
-    of other jobs. max_guests: how many it may have leased, 0 for no bound. floor: versions up to it
-    are used up, though the chain that had them was dropped. standing: an operator wants it to have
-    its dedicated replicas, and no trainer has registered it.
+    model: its version 0, "" for the model that replicas were started with. weight: its priority
+    among jobs. max_guests: most guests that it may have, 0 for no bound. ended: it gets no
+    replicas. floor: greatest version number used before its versions were dropped. standing: an
+    operator wants it to have its dedicated replicas, and no trainer has registered it.
     """
 
     job: str
@@ -77,9 +77,10 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """A published policy version: GET {url}/manifests/{version}.
+    """Stored weight version of a job; its manifest is at {url}/manifests/{version}.
 
-    parent: the version itself for a base that replaces all before it. run: that announced it.
+    parent: version that it is a delta to, or its own number for a base that replaces all before it.
+    run: run of the trainer that announced it, "" if unknown.
     """
 
     job: str
@@ -95,11 +96,11 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """Everything that a scheduler starts from. `mode` is None until an operator set one.
+    """Everything in the store from which a scheduler starts. mode: None until an operator set one.
 
-    `epoch_jobs`: the jobs of the newest epochs, of replicas for which one is known. `nodes`: nodes
-    that had a lease, and when they were granted the last one, Unix seconds. `objects`: names of
-    policies that objects of Kubernetes say.
+    epochs: newest lease epoch by replica; epoch_jobs: the job of that lease. nodes: nodes that had
+    a lease, with the Unix time of the last grant. halted: reasons of halted canaries by policy.
+    objects: names of policies that are Kubernetes objects. epoch_floor: every new epoch is greater.
     """
 
     epochs: dict[str, int] = field(default_factory=dict)
@@ -117,7 +118,10 @@ class Saved:
 
 
 def load(entries: Iterable[StoreEntry]) -> Saved:
-    """Read all of it. Raises `ConfigError` when the store holds something else."""
+    """Return the saved state in a store's entries. Raises `ConfigError` if they are another's.
+
+    An unfinished restore, or a release before 0.3.0, raises too.
+    """
     entries = tuple(entries)
     if any(entry.key == RESTORING for entry in entries):
         raise ConfigError("a restore of this store did not end; run `rose store restore` again")
@@ -154,7 +158,7 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
 
 
 def _nodes(entries: Iterable[StoreEntry]) -> dict[str, float]:
-    """Return the nodes of the newest epochs, with times."""
+    """Return the nodes of the newest leases, with the Unix times of the last grants."""
     said = [json.loads(entry.value) for _, entry in _below(EPOCHS, entries)]
     nodes: dict[str, float] = {}
     for each in said:
@@ -169,12 +173,12 @@ def _below(prefix: str, entries: Iterable[StoreEntry]) -> list[tuple[str, StoreE
 
 
 def stop_of(value: bytes) -> HarvestMode:
-    """Return the mode under `stop`. Raises ValueError, TypeError or KeyError."""
+    """Return the mode in the value of the key `stop`. Raises ValueError, TypeError or KeyError."""
     return HarvestMode(json.loads(value)["mode"])
 
 
 def _epoch(entry: StoreEntry) -> tuple[int, str]:
-    """The epoch, and whose lease it was."""
+    """Return the lease epoch in an entry, and the lease's job."""
     value = json.loads(entry.value)
     epoch = int(value["epoch"])
     if not 0 <= epoch <= MAX_EPOCH:
@@ -199,7 +203,7 @@ def _version(entry: StoreEntry) -> VersionRecord:
 def save_epoch(
     replica: str, epoch: int, job: str, node: str = "", at_s: float | None = None
 ) -> Put:
-    """Save a replica's newest epoch with its job and node; at_s: Unix seconds."""
+    """Return the write of a replica's newest lease epoch, its job and node; at_s: Unix seconds."""
     value: dict[str, object] = {"epoch": epoch, "job": job}
     if node:
         value |= {"node": node, "at_s": round(at_s or 0.0)}
@@ -207,26 +211,29 @@ def save_epoch(
 
 
 def save_epoch_floor(epoch: int) -> Put:
-    """Save the epoch that all leases exceed from now on."""
+    """Return the write of the epoch floor: all later leases have greater epochs."""
     return Put(EPOCH_FLOOR, _encode({"epoch": epoch}))
 
 
 def save_override(mode: HarvestMode, replica: str) -> Write:
-    """Save the mode of one replica; ACTIVE means no entry."""
+    """Return the write of one replica's mode; ACTIVE deletes the entry."""
     if mode is HarvestMode.ACTIVE:
         return Delete(OVERRIDES + replica)
     return Put(OVERRIDES + replica, _encode(mode.value))
 
 
 def save_stop(mode: HarvestMode) -> Put:
-    """Save the operator's stop, for every scheduler of the store."""
+    """Return the write of the operator's stop, which every scheduler of the store follows."""
     return Put(STOP, _encode({"mode": mode.value}))
 
 
 def save_policy(
     policy: CapacityPolicy, halted: str | None = None, *, of_object: bool = False
 ) -> Put:
-    """A capacity policy, why its canary is halted, and whether an object of Kubernetes says it."""
+    """Return the write of a capacity policy, and of the reason why its canary is halted.
+
+    of_object: the policy is a Kubernetes object.
+    """
     value: dict[str, object] = {"policy": json.loads(policy.to_json()), "halted": halted or ""}
     if of_object:
         value["object"] = True
@@ -234,12 +241,12 @@ def save_policy(
 
 
 def save(record: JobRecord | RunRecord | VersionRecord) -> Put:
-    """Save a job and its bounds, the run that has a job, or a version."""
+    """Return the write of a job, of the run that has a job, or of a version."""
     return Put(_key(record), _encode(asdict(record)))
 
 
 def forget(record: JobRecord | RunRecord | VersionRecord) -> Delete:
-    """Delete a record that is no longer needed."""
+    """Return the deletion of a record."""
     return Delete(_key(record))
 
 
@@ -262,7 +269,10 @@ OnEvent = Callable[..., None]
 
 
 class StoreWriter:
-    """Writes to one store, in order. `on_event` gets store_stalled and store_answers."""
+    """Writer of one store, in order, which retries a write until it is durable.
+
+    on_event: takes `store_stalled`, sent by `check`, and `store_answers`.
+    """
 
     def __init__(self, store: Store, on_event: OnEvent, stalled_s: float = STALLED_S) -> None:
         self._store = store
@@ -275,16 +285,16 @@ class StoreWriter:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds for which the oldest write has waited; 0 while none waits longer than usual."""
+        """Seconds for which the oldest write has waited; 0 while that is less than 5 s."""
         if self._since_s is None:
             return 0.0
         waited_s = time.monotonic() - self._since_s
         return waited_s if waited_s >= self._stalled_after_s else 0.0
 
     async def write(self, writes: Sequence[Write]) -> None:
-        """Return once all of them are durable, however long that takes.
+        """Return once all writes are durable, however long that takes.
 
-        Raises `LeadershipLostError` when another scheduler leads: then none of them ever is.
+        Raises `LeadershipLostError` when another scheduler leads; then none of them is ever done.
         """
         if not writes:
             return
@@ -309,7 +319,7 @@ class StoreWriter:
                 return
 
     def check(self) -> None:
-        """Say so, once, when a write has waited for long: also where the disk just hangs."""
+        """Report `store_stalled` once when a write has waited for long; call this regularly."""
         if not self._said and self.stalled_s:
             self._said = True
             self._on_event("store_stalled", message=self._wrong)

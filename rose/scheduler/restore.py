@@ -65,7 +65,12 @@ LEAD_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Result of a restore; epoch_floor: leases have greater epochs from now on."""
+    """Result of a restore. entries: keys in the backup.
+
+    epoch_floor: new leases have greater epochs.
+
+    stop: the operator's stop that is in force now.
+    """
 
     entries: int
     jobs: int
@@ -74,7 +79,11 @@ class Restored:
 
 
 async def take_backup(store: Store, taken_s: float | None = None) -> Backup:
-    """Everything at one revision. Raises `ConfigError` for nothing, or what is another's."""
+    """Return a backup of all keys of a store at one revision, without the election's.
+
+    taken_s: Unix seconds, now by default. Raises `ConfigError` for an empty store, or one from
+    which no scheduler could start.
+    """
     listing = await store.list("")
     entries = without(listing.entries, (LEADER, FENCE))
     if not entries:
@@ -86,10 +95,10 @@ async def take_backup(store: Store, taken_s: float | None = None) -> Backup:
 
 
 def restored(backup: Sequence[StoreEntry], there: Sequence[StoreEntry], now_s: float) -> list[Put]:
-    """Return the writes that restore a backup without repeating what it records.
+    """Return the writes that restore a backup without making old epochs or versions valid again.
 
-    there: what the store held before, whose epochs and stop may be newer. now_s: Unix seconds.
-    Raises `ConfigError`.
+    there: entries that the store had before, whose epochs and stop may be newer. now_s: Unix
+    seconds. Raises `ConfigError`.
     """
     saved, before = load(backup), load(without(there, (RESTORING,)))
     modes = [HarvestMode.HOLD, *(each.mode for each in (saved, before) if each.mode is not None)]
@@ -127,11 +136,11 @@ def _floor(newest: int, now_s: float, most: int) -> int:
 async def restore(
     store: Store, backup: Backup, *, replace_all: bool = False, now_s: float | None = None
 ) -> Restored:
-    """Write a backup back, into an empty store, or with replace_all over what is there.
+    """Write a backup into an empty store, or with replace_all over all that is there.
 
-    Raises `RefusedError` for a store that is in use or not empty, `ConfigError` for a backup that
-    nobody could start from, `UnavailableError` where the store does not answer; a restore that did
-    not end is begun again.
+    Raises `RefusedError` for a store that is in use or not empty, `ConfigError` for a backup from
+    which no scheduler could start, `UnavailableError` if the store does not answer. A restore that
+    did not end may be started again.
     """
     load(backup.entries)
     when_s = time.time() if now_s is None else now_s
@@ -166,7 +175,7 @@ async def restore(
 
 
 async def _nobody_leads(store: Store) -> None:
-    """Raise `RefusedError` while a scheduler leads; one that was killed is waited for."""
+    """Raise `RefusedError` if a scheduler leads; wait up to 3 s for a killed one's lease to end."""
     until_s = time.monotonic() + IN_USE_S
     while (leader := await store.get(LEADER)) is not None:
         if time.monotonic() >= until_s:
@@ -178,7 +187,7 @@ async def _nobody_leads(store: Store) -> None:
 
 
 async def _leading(store: Store, work: Callable[[FencedStore], Awaitable[Restored]]) -> Restored:
-    """Do the work as a scheduler of its own term would: no other writes meanwhile."""
+    """Return the result of the work, done as the elected leader so that no other process writes."""
     done: asyncio.Future[Restored] = asyncio.get_running_loop().create_future()
 
     async def term(fenced: FencedStore) -> None:

@@ -75,7 +75,7 @@ ANSWER_S = 5.0
 MAX_COMMITS = 64
 
 AuditSink = Callable[[str, dict[str, object], str], None]
-"""Takes an event, its fields, and by whose call it came."""
+"""Function that takes an event, its fields, and the name of its caller."""
 LEADS_NO_MORE = "this scheduler leads no more; ask the one that does"
 BROKEN = "the scheduler could not handle this; see its events"
 # Far more than a version chain: a node this far behind attaches anew and gets all of it again.
@@ -93,7 +93,7 @@ CODES = {
 
 
 class CommandQueue:
-    """Commands for one node, in order. Nothing is ever dropped: a full queue ends the stream."""
+    """Queue of commands for one node, in order; none is dropped: a full queue ends the stream."""
 
     def __init__(self, limit: int = COMMAND_LIMIT) -> None:
         self._queue: asyncio.Queue[pb.NodeCommand | None] = asyncio.Queue(limit + 1)
@@ -102,42 +102,46 @@ class CommandQueue:
         self.code = grpc.StatusCode.ABORTED
 
     def put(self, command: pb.NodeCommand) -> None:
-        """Add a command; closes the queue when the node does not keep up."""
+        """Add a command; close the queue instead if the node is 4,096 commands behind."""
         if self.closed is None and self._queue.qsize() >= self._limit:
             self.close("the node does not take its commands; attach anew")
         elif self.closed is None:
             self._queue.put_nowait(command)
 
     def close(self, reason: str, code: grpc.StatusCode = grpc.StatusCode.ABORTED) -> None:
-        """Let `get` return None once all commands before are taken."""
+        """Close the queue: `get` returns the commands already in it, then None."""
         if self.closed is None:
             self.closed, self.code = reason, code
             self._queue.put_nowait(None)
 
     @property
     def waiting(self) -> int:
-        """Commands that the node has not taken yet."""
+        """Number of commands that the node has not taken yet."""
         return self._queue.qsize()
 
     async def get(self) -> pb.NodeCommand | None:
-        """Return the next command, None when the stream is to end."""
+        """Wait for and return the next command, None once the queue is closed and empty."""
         return await self._queue.get()
 
 
 class TableSlot:
-    """The newest table for one watcher; older ones that it did not take are gone."""
+    """Newest replica table for one watching gateway; older ones that it did not take are
+    dropped.
+    """
 
     def __init__(self) -> None:
         self._table: pb.ReplicaTable | None = None
         self._fresh = asyncio.Event()
 
     def put(self, table: pb.ReplicaTable | None) -> None:
-        """Replace whatever waits; None ends the watch."""
+        """Replace the table that waits to be taken; None ends the watch."""
         self._table = table
         self._fresh.set()
 
     async def get(self) -> pb.ReplicaTable | None:
-        """Return the newest table once there is a new one; None at the end."""
+        """Wait for a table that was not returned yet, and return it; None at the end of the
+        watch.
+        """
         await self._fresh.wait()
         self._fresh.clear()
         return self._table
@@ -145,10 +149,11 @@ class TableSlot:
 
 @dataclass(frozen=True, slots=True)
 class ServiceFigures:
-    """The fleet as the core sees it, and the queues around the core.
+    """Fleet snapshot, and lengths of the service's queues.
 
-    commands: that nodes have not taken yet, in all and in the longest queue. commits: requests that
-    wait for the store, which has not answered for stalled_s.
+    watchers: gateways that watch the table. commands: commands that nodes have not taken yet,
+    longest: those of the longest queue. commits: requests that wait for the store. stalled_s:
+    seconds for which a write has waited, 0 while that is normal.
     """
 
     core: Observed
@@ -161,9 +166,9 @@ class ServiceFigures:
 
 @dataclass(frozen=True, slots=True)
 class ServiceTimes:
-    """Clocks of a service, the time of an answer, and the period of its ticks.
+    """Clocks of a service, its longest wait for the store, and the period of its ticks.
 
-    clock, wall_clock: the core's times, and those of blackout windows.
+    clock: monotonic seconds for the core. wall_clock: Unix seconds for blackout windows.
     """
 
     answer_s: float = ANSWER_S
@@ -173,7 +178,7 @@ class ServiceTimes:
 
 
 def _call(reply_of: Callable[[int], Message]) -> Any:  # noqa: ANN401 - a method of the servicer
-    """Return the method of a call that is one event of the core, and whose reply is its answer."""
+    """Return the gRPC method of a request that is one event; `reply_of` makes its reply."""
 
     async def call(
         self: "SchedulerService", request: Message, context: "Context[object, object]"
@@ -184,10 +189,10 @@ def _call(reply_of: Callable[[int], Message]) -> Any:  # noqa: ANN401 - a method
 
 
 class SchedulerService(SchedulerServicer):
-    """Feeds the core and carries out its actions, all on one event loop.
+    """gRPC servicer of a leading scheduler: feeds the core and carries out its actions.
 
-    The store is written to beside the loop. Whoever asked for what must be durable is answered when
-    it is; while the store does not answer, nothing new is granted and live leases are renewed.
+    All runs on one event loop. A caller whose request must be durable is answered once it is; while
+    the store does not answer, no lease is granted and live leases are renewed.
     """
 
     def __init__(
@@ -200,9 +205,10 @@ class SchedulerService(SchedulerServicer):
         audit: AuditSink = lambda event, fields, by: None,
         times: ServiceTimes | None = None,
     ) -> None:
-        """`troubles`: what the process lacks now, for a snapshot. `audit`: takes decisions.
+        """Begin a term. leads: returns True while this process surely leads; else no step is taken.
 
-        leads: whether this process surely leads; the core takes no step when it does not.
+        troubles: returns faults of the process, a line each. audit: takes decisions for the audit
+        log.
         """
         self._leads = leads
         times = times or ServiceTimes()
@@ -233,7 +239,10 @@ class SchedulerService(SchedulerServicer):
         self._step(Tick(self._wall_clock()))
 
     async def tick(self) -> None:
-        """Step the core in time until cancelled. A tick that breaks is not the last one."""
+        """Feed the core a tick every 0.1 s and send heartbeats each second, until cancelled.
+
+        A tick that raises is logged, and the next follows after a second.
+        """
         beat_s = self._clock()
         while True:
             self._writer.check()
@@ -250,7 +259,7 @@ class SchedulerService(SchedulerServicer):
             await asyncio.sleep(self._tick_s)
 
     def figures(self, *, budgets: bool = True) -> ServiceFigures:
-        """Return the figures of this moment, with SLO budgets if `budgets`."""
+        """Return the fleet and the queues' lengths now, with SLO budgets if `budgets`."""
         queues = [queue.waiting for queue in self._queues.values()]
         return ServiceFigures(
             self.observed(budgets=budgets),
@@ -262,10 +271,10 @@ class SchedulerService(SchedulerServicer):
         )
 
     async def ask(self, event: StoredEvent, by: str) -> int:
-        """Carry out a request of this process's own; returns its answer once it is durable.
+        """Carry out a request of this process itself; return its answer once it is durable.
 
-        by: in whose name, for the audit log. Raises the core's `RefusedError` and `ConfigError`,
-        TimeoutError while the store does not answer, LeadershipLostError.
+        by: name of the requester for the audit log. Raises the core's `RefusedError` and
+        `ConfigError`, TimeoutError while the store does not answer, LeadershipLostError.
         """
         # The audit log records all consequences under that name.
         CALLING.set(by)
@@ -274,37 +283,44 @@ class SchedulerService(SchedulerServicer):
         return value
 
     def objects_heard(self, heard_s: float, refused: frozenset[str]) -> None:
-        """Say that policies of objects are in force as they were at `heard_s`, of this clock."""
+        """Tell the core that policies match the Kubernetes objects of `heard_s`, by its clock.
+
+        refused: names of invalid objects.
+        """
         self._step(ObjectsHeard(heard_s, refused))
 
     def policies_in_force(self) -> tuple[dict[str, CapacityPolicy], frozenset[str]]:
-        """Return all capacity policies by name, and the names of those set by objects."""
+        """Return all capacity policies by name, and the names of those that are Kubernetes
+        objects.
+        """
         capacity = self._core.capacity
         return {policy.name: policy for policy in capacity.gate.policies}, capacity.of_objects
 
     def policy_views(self) -> dict[str, PolicyView]:
-        """Return the status of each capacity policy."""
+        """Return the status of each capacity policy on its nodes, by policy name."""
         return self._core.policy_views(self._clock())
 
     def observed(self, *, budgets: bool = True) -> Observed:
-        """Return the fleet at this moment, with SLO budgets if `budgets`."""
+        """Return an immutable snapshot of the fleet, with SLO budgets if `budgets`."""
         return self._core.observed(self._clock(), budgets=budgets)
 
     def troubles(self) -> list[str]:
-        """Return the troubles of the process, among them a store that answers no write."""
+        """Return the faults of the process, a line each, among them a store that answers no
+        write.
+        """
         stalled_s = self._writer.stalled_s
         stalled = [f"the store has answered no write for {stalled_s:.0f} s"] if stalled_s else []
         return [*stalled, *self._troubles()]
 
     def refused(self, who: str, method: str, reason: str) -> None:
-        """Record a call that its caller's certificate did not allow."""
+        """Log a call that its caller's certificate did not allow."""
         self._complain("call_refused", who, f"{method}: {reason}")
 
     async def watch_stop(self) -> None:
-        """Obey the stop in the store until cancelled, whoever has written it there.
+        """Follow the operator's stop in the store until cancelled, whoever wrote it there.
 
-        The watch says only that there is news. A change may be older than what this scheduler was
-        asked since, so what is there now is read, while no request of its own is under way.
+        A change that the store reports may be older than this scheduler's own requests, so the
+        present value is read while no request is under way.
         """
         seen = ABSENT
         while True:
@@ -318,7 +334,7 @@ class SchedulerService(SchedulerServicer):
             await asyncio.sleep(STOP_RETRY_S)
 
     async def _obey_stored(self, seen: int) -> int:
-        """Obey what is under `stop`, if it is not of the revision `seen`; returns its revision."""
+        """Apply the stored stop unless it is of revision `seen`; return its revision."""
         while True:
             if self._commits:
                 await asyncio.wait(self._commits)
@@ -343,14 +359,14 @@ class SchedulerService(SchedulerServicer):
     def _beat(self) -> None:
         """Send an empty command to each node that was sent nothing since the last beat.
 
-        One that hears nothing looks for another leader.
+        A node that receives nothing looks for another leader.
         """
         for stream in self._queues.keys() - self._told:
             self._queues[stream].put(pb.NodeCommand())
         self._told.clear()
 
     def close(self) -> None:
-        """End all streams, so that none is cut off when the server stops; write no more."""
+        """End all nodes' and gateways' streams, and cancel the writes under way."""
         for queue in self._queues.values():
             queue.close("the scheduler stops; attach again")
         for slot in self._watchers:
@@ -366,7 +382,7 @@ class SchedulerService(SchedulerServicer):
         request_iterator: AsyncIterator[pb.NodeReport],
         context: "Context[pb.NodeReport, pb.NodeCommand]",
     ) -> None:
-        """Serve one node's stream for as long as the node and this process live."""
+        """Serve one node's stream until it ends: reports become events, commands are sent."""
         first = await self._hello(request_iterator, context)
         stream = next(self._streams)
         queue = self._queues[stream] = CommandQueue()
@@ -392,10 +408,10 @@ class SchedulerService(SchedulerServicer):
             self._handle(queue, first.node, lambda: Detached(stream))
 
     async def _greet(self, queue: CommandQueue, first: pb.NodeReport, stream: int) -> bool:
-        """Let a node in; False when it is refused.
+        """Feed the core a node's hello; return False if the node is refused.
 
-        One in each turn of the loop: to greet a thousand at once, as after a failover, would keep
-        this process for so long from keeping its lead that it loses it.
+        One node is greeted in each turn of the loop: a thousand at once, as after a failover, would
+        keep this process from renewing its lead.
         """
         async with self._door:
             greeted = self._handle(queue, first.node, lambda: wire.attached(first, stream))
@@ -440,7 +456,7 @@ class SchedulerService(SchedulerServicer):
             queue.close(reason)
 
     def _handle(self, queue: CommandQueue, node: str, event_of: Callable[[], Event | None]) -> bool:
-        """Take a step for a stream; False when that ended it, and nothing else."""
+        """Take a step for a node's report; return False if that failed and closed the queue."""
         try:
             event = event_of()
             if event is not None:
@@ -465,7 +481,7 @@ class SchedulerService(SchedulerServicer):
         request: pb.WatchReplicasRequest,
         context: "Context[pb.WatchReplicasRequest, pb.ReplicaTable]",
     ) -> None:
-        """Stream the newest table, on every change and each second."""
+        """Stream the replica table to a gateway, on every change and each second."""
         if not self._leads():  # It was called in a term, and comes after its end.
             await context.abort(grpc.StatusCode.UNAVAILABLE, LEADS_NO_MORE)
         if len(self._watchers) >= MAX_WATCHERS:
@@ -490,7 +506,9 @@ class SchedulerService(SchedulerServicer):
     async def RegisterJob(
         self, request: pb.RegisterJobRequest, context: "Context[object, object]"
     ) -> pb.RegisterJobReply:
-        """Register a trainer's job."""
+        """Register a trainer's job; reply with its newest version and how long a run may be
+        silent.
+        """
         latest = await self._answer(request, context)
         reply = pb.RegisterJobReply(latest_version=latest, run_ttl_s=self._core.runs.ttl_s)
         newest = self._core.newest(request.job)
@@ -513,7 +531,7 @@ class SchedulerService(SchedulerServicer):
     async def Snapshot(
         self, request: pb.SnapshotRequest, context: "Context[object, object]"
     ) -> pb.SnapshotReply:
-        """Return the state of the fleet."""
+        """Return the state of the fleet, of the store, and faults of this process."""
         reply = self._core.status(self._clock())
         reply.release = release()
         reply.store_stalled_s = self._writer.stalled_s
@@ -524,7 +542,9 @@ class SchedulerService(SchedulerServicer):
     async def ApplyPolicy(
         self, request: pb.ApplyPolicyRequest, context: "Context[object, object]"
     ) -> pb.ApplyPolicyReply:
-        """Put a capacity policy in force, or only check it."""
+        """Put a capacity policy in force, or with dry_run only check it; reply if that changes
+        it.
+        """
         if not request.dry_run:
             changed = await self._answer(request, context)
             return pb.ApplyPolicyReply(changed=bool(changed))
@@ -538,14 +558,14 @@ class SchedulerService(SchedulerServicer):
     async def ListPolicies(
         self, request: pb.ListPoliciesRequest, context: "Context[object, object]"
     ) -> pb.ListPoliciesReply:
-        """List all capacity policies in force."""
+        """Return all capacity policies in force."""
         return pb.ListPoliciesReply(policies=self._core.capacity.listed())
 
     @override
     async def ExplainPolicy(
         self, request: pb.ExplainPolicyRequest, context: "Context[object, object]"
     ) -> pb.ExplainPolicyReply:
-        """Explain the policies' decisions for one node or for all."""
+        """Return, for one node or for all, the policy that decides each field."""
         try:
             nodes = self._core.explained(request.node, self._clock())
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
@@ -553,7 +573,10 @@ class SchedulerService(SchedulerServicer):
         return pb.ExplainPolicyReply(nodes=nodes)
 
     async def _answer(self, request: Message, context: "Context[object, object]") -> int:
-        """Carry out a request; one whose outcome must survive is answered once it is durable."""
+        """Carry out a request and return its answer, once what must survive is durable.
+
+        A failure ends the call with its gRPC status.
+        """
         call = type(request).__name__
         try:
             event = wire.asked(request)
@@ -569,7 +592,10 @@ class SchedulerService(SchedulerServicer):
         return value
 
     def _begin(self, event: StoredEvent) -> "asyncio.Task[int | None]":
-        """Begin a request: a stop takes effect at once, a grant when it is durable."""
+        """Return the task of a request: a stop takes effect at once, all else once it is durable.
+
+        Raises TimeoutError while too many requests wait for the store.
+        """
         closing = isinstance(event, HarvestSet) and event.mode is not HarvestMode.ACTIVE
         self._begun += 1
         released = self._step(event) if closing else None
@@ -598,7 +624,7 @@ class SchedulerService(SchedulerServicer):
     async def _refuse(
         self, error: Exception, call: str, context: "Context[object, object]"
     ) -> NoReturn:
-        """End one call: with its line for what its caller can mend."""
+        """Abort one call with the gRPC status and line of an error; never returns."""
         if isinstance(error, TimeoutError):
             code, message = (
                 grpc.StatusCode.UNAVAILABLE,
@@ -617,9 +643,10 @@ class SchedulerService(SchedulerServicer):
     # ---- actions ----
 
     def _step(self, event: Event) -> int | None:
-        """Feed the core; returns its answer. Raises the core's `RefusedError` and `ConfigError`.
+        """Feed the core an event and carry out its actions; return its answer, None without one.
 
-        A process that was stopped for a while must not act on what it believed before.
+        Raises the core's `RefusedError` and `ConfigError`, and LeadershipLostError if this process,
+        as after a pause, does not surely lead.
         """
         if not self._leads():
             raise LeadershipLostError(LEADS_NO_MORE)
@@ -695,9 +722,9 @@ _KINDS: Final = {
 
 
 class LeaderHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
-    """Handlers of the scheduler's calls: those of a service while it leads, else refusals.
+    """gRPC handlers that call the service while this process leads, and else refuse.
 
-    leader: says the leader's address, "" while unknown.
+    leader: returns the leader's address, "" while unknown, which refusals carry.
     """
 
     def __init__(self, leader: Callable[[], str]) -> None:
@@ -710,19 +737,19 @@ class LeaderHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]
 
     @property
     def service_now(self) -> SchedulerService | None:
-        """The service that answers, None while this process stands by."""
+        """The leading service, None while this process is a standby."""
         return self._service
 
     def lead(self, service: SchedulerService) -> None:
-        """Let the service answer from now on."""
+        """Answer calls by this service from now on."""
         self._service = service
 
     def stand_by(self) -> None:
-        """Refuse all calls from now on."""
+        """Refuse all calls as a standby from now on."""
         self._service = None
 
     def refused(self, who: str, method: str, reason: str) -> None:
-        """Record a call that its caller's certificate did not allow; a standby serves nobody."""
+        """Log a call that its caller's certificate did not allow; a standby logs nothing."""
         if self._service is not None:
             self._service.refused(who, method, reason)
 

@@ -76,7 +76,7 @@ MODE_TO = {mode: number for number, mode in MODE_OF.items()}
 
 
 def attached(first: pb.NodeReport, stream: int) -> Attached:
-    """Return the event of a node's hello."""
+    """Return the core's event for the hello of a node. Raises ConfigError."""
     node = checked_name(first.node, "the node's name")
     return read(Attached, first.hello, node=node, stream=stream)
 
@@ -90,7 +90,10 @@ _REPORTS: Final[dict[str, type[Event]]] = {
 
 
 def event_of(report: pb.NodeReport, stream: int) -> Event | None:
-    """Return a report's event; None for a repeated hello or a kind of a newer protocol."""
+    """Return the core's event for a node's report. Raises ConfigError.
+
+    None for a repeated hello, or a kind of report of a newer protocol.
+    """
     match report.WhichOneof("report"):
         case "offers":
             return _offered(report, stream)
@@ -116,7 +119,10 @@ def _offered(report: pb.NodeReport, stream: int) -> Offered:
 
 
 def offer_of(message: pb.Offer, node: str) -> Offer:
-    """Return one offer. Raises ValueError and `ConfigError`."""
+    """Return one offer of a node from its message. Raises ValueError or `ConfigError`.
+
+    Its time to live is 10 s at most.
+    """
     replica = checked_name(message.replica, "a replica's name")
     if message.kind not in KIND_OF:
         raise ValueError(f"the offer of {replica} has no kind; send GUEST or DEDICATED")
@@ -143,7 +149,7 @@ def _models(names: Iterable[str], replica: str) -> tuple[str, ...]:
 
 
 def _measured(telemetry: pb.Telemetry, stream: int) -> RatesMeasured:
-    """Kept and shown as it is, so its texts are cut and its figures are figures."""
+    """Return the event of a node's telemetry, with texts cut and figures checked."""
     check_number(telemetry.guests, MAX_REPLICAS, "guests of a node's telemetry")
     check_number(telemetry.hosts, MAX_HOSTS, "hosts of a node's telemetry")
     kept = pb.Telemetry()
@@ -165,7 +171,7 @@ def _measured(telemetry: pb.Telemetry, stream: int) -> RatesMeasured:
 
 
 def demanded(report: pb.DemandReport) -> Demanded:
-    """Return a gateway's demand; names of unregistered jobs are ignored by the core."""
+    """Return the core's event for a gateway's demand report. Raises ConfigError."""
     gateway = checked_name(report.gateway, "DemandReport.gateway")
     check_number(report.jobs, MAX_JOBS, f"jobs of gateway {gateway}")
     check_number(report.switches, MAX_SWITCHES, f"switches of gateway {gateway}")
@@ -184,7 +190,9 @@ def _harvest_set(request: pb.SetHarvestRequest) -> HarvestSet:
 
 
 def policy_applied(request: pb.ApplyPolicyRequest) -> PolicyApplied:
-    """Return an operator's policy. Raises ConfigError with the field's path."""
+    """Return the core's event for an operator's policy. Raises ConfigError with the field's
+    path.
+    """
     try:
         return PolicyApplied(parse_policy(request.policy))
     except PolicyError as error:
@@ -207,7 +215,9 @@ _REQUESTS: Final[dict[type[Message], Callable[[Any], Event]]] = {
 
 
 def asked(request: Message) -> Event:
-    """Return the event of a request of a gateway, a trainer or an operator."""
+    """Return the core's event for a request of a gateway, trainer or operator. Raises
+    ConfigError.
+    """
     return _REQUESTS[type(request)](request)
 
 
@@ -215,7 +225,7 @@ def asked(request: Message) -> Event:
 
 
 def lease_command(lease: Lease, ttl_s: float, model: str = "", version: int = 0) -> pb.NodeCommand:
-    """Grant or renewal; `model` and newest `version` of the job."""
+    """Return the command that grants or renews a lease, with its job's model and newest version."""
     return pb.NodeCommand(
         lease=pb.Lease(
             id=lease.id,
@@ -230,12 +240,12 @@ def lease_command(lease: Lease, ttl_s: float, model: str = "", version: int = 0)
 
 
 def release_command(lease: Lease, reason: str) -> pb.NodeCommand:
-    """Order to drain a replica."""
+    """Return the command to a node to drain a leased replica."""
     return pb.NodeCommand(
         release=pb.Release(replica=lease.replica, epoch=lease.epoch, reason=reason)
     )
 
 
 def harvest_command(mode: HarvestMode, replica: str = "") -> pb.NodeCommand:
-    """Return the command of a mode for a replica, or for the node ("")."""
+    """Return the command that sets the lending mode of a replica, or of the whole node ("")."""
     return pb.NodeCommand(harvest=pb.Harvest(mode=MODE_TO[mode], replica=replica))
