@@ -26,7 +26,7 @@ from elastic_scheduler.capacity.crd import (
 from rose.scheduler.core.observed import PolicyView
 
 Object = Mapping[str, Any]
-"""An object of the API server, as its JSON."""
+"""Object of the Kubernetes API server, as its parsed JSON."""
 MAX_MESSAGE: Final = 1_024
 MAX_DETAIL: Final = 256
 MAX_LIMITS: Final = 32
@@ -57,7 +57,11 @@ Said = tuple[str, str, str]
 def judged(
     each: Object, refusal: ObjectRefusal | None, view: PolicyView | None, wall_s: float
 ) -> PolicyStatus:
-    """Return an object's status. view: of the policy in force that the object last defined."""
+    """Return the status to write for an object. view: its policy's state over its nodes.
+
+    refusal: why the object is not in force, else None. view is of the last policy in force that the
+    object defined, None without one.
+    """
     generation = int(each["metadata"].get("generation", 0))
     before = {said.get("type"): said for said in _conditions(each)}
     conditions = []
@@ -84,17 +88,20 @@ def judged(
 
 
 def dumped(status: PolicyStatus) -> dict[str, Any]:
-    """Return a status in the object's form."""
+    """Return a status as the JSON that the API server takes."""
     return status.model_dump(mode="json", by_alias=True)
 
 
 def differs(each: Object, status: Mapping[str, Any]) -> bool:
-    """Return True if the object's status differs from this one."""
+    """Return True if the object's own status differs from this one."""
     return dict(each.get("status") or {}) != status
 
 
 def is_news(each: Object, status: Mapping[str, Any]) -> bool:
-    """Return True if more than figures, words and numbers of nodes differ."""
+    """Return True if a status must be written at once: a condition or a generation differs.
+
+    Changed figures and messages alone can wait.
+    """
     old = each.get("status") or {}
     return _sharp(old) != _sharp(status)
 
@@ -106,9 +113,10 @@ def _sharp(status: Mapping[str, Any]) -> list[object]:
 
 
 def events_of(each: Object, status: PolicyStatus, wall_s: float) -> Iterator[dict[str, Any]]:
-    """Return events for conditions that differ from the object's own, each named by its change.
+    """Yield Kubernetes events for conditions that differ from the object's own status.
 
-    So an event that is written twice, by two leaders or after a lost answer, exists once.
+    An event's name comes from its change, so that one written twice, by two leaders or after a lost
+    answer, exists once.
     """
     before = {said.get("type"): said for said in _conditions(each)}
     for now in status.conditions:
@@ -161,7 +169,7 @@ def _ready(refusal: ObjectRefusal | None, view: PolicyView | None) -> Said:
 
 
 def _state(view: PolicyView) -> tuple[str, str]:
-    """Return the policy's present state in one word and one line."""
+    """Return the policy's present state as a word and a line."""
     policy = view.policy
     if view.halted:
         return "CanaryHalted", f"{view.halted}; change the spec, say canary.percent, to go on"

@@ -48,26 +48,32 @@ BY: Final = "kubernetes"
 
 
 class LeadingScheduler(Protocol):
-    """The leading scheduler, as the controller uses it."""
+    """Interface of the leading scheduler for the controller of policy objects."""
 
     async def ask(self, event: PolicyApplied | PolicyDeleted, by: str) -> int:
-        """Carry a request out durably."""
+        """Carry a request out; return its answer once it is durable.
+
+        by: the requester, for the audit log.
+        """
 
     def objects_heard(self, heard_s: float, refused: frozenset[str]) -> None:
-        """Report the time at which the policies of objects were last known to be complete."""
+        """Report that all objects' policies are in force as of `heard_s`, but for the refused
+        names.
+        """
 
     def policies_in_force(self) -> tuple[Mapping[str, CapacityPolicy], frozenset[str]]:
-        """Return all policies by name, and the names of those that come from objects."""
+        """Return all policies by name, and the names of those that are Kubernetes objects."""
 
     def policy_views(self) -> Mapping[str, PolicyView]:
-        """Return the scheduler's view of each policy."""
+        """Return the status of each policy on its nodes, by policy name."""
 
 
 class PolicyController:
-    """Follows RoseCapacityPolicy objects for one term of a scheduler.
+    """Controller of RoseCapacityPolicy objects during one term of a scheduler.
 
-    events(event, **fields): takes `objects_unheard`, `objects_heard`, `object_refused`.
-    clock: the scheduler's.
+    It puts the objects' policies in force and writes the objects' statuses and events.
+    events(event, **fields): takes `objects_unheard`, `objects_heard`, `object_refused`. clock: the
+    scheduler's.
     """
 
     def __init__(
@@ -89,12 +95,12 @@ class PolicyController:
         self._unheard = self._unstored = self._unsaid = ""
 
     def troubles(self) -> list[str]:
-        """Return the faults that stop its work now, a line each."""
+        """Return the faults that stop the controller's work now, a line each."""
         held = f"policies of objects are held: {self._unheard}" if self._unheard else ""
         return [each for each in (held, self._unstored, self._unsaid) if each]
 
     async def run(self) -> None:
-        """Run until cancelled; a second call starts anew."""
+        """Follow the objects until cancelled; a second call reads all of them again."""
         self._objects = None
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow())
@@ -167,7 +173,7 @@ class PolicyController:
             self._unsaid = why
 
     async def _say_one(self, name: str, each: Object, view: PolicyView | None) -> str:
-        """Write the status of one object if it differs; return a fault in that, or ""."""
+        """Write the status and events of one object if they differ; return a fault, or ""."""
         wall_s = self._wall_clock()
         status = judged(each, self._refused.get(name), view, wall_s)
         said = dumped(status)
@@ -188,9 +194,10 @@ class PolicyController:
 
 
 def objects_now(api: KubeApi, known: Mapping[str, Object] | None) -> Mapping[str, Object]:
-    """Return all objects by name as the API server has them; the known ones while none differs.
+    """Return all policy objects of the API server by name; `known` itself if none has changed.
 
-    Raises ApiError where it does not answer, or answers what is no list of objects.
+    Raises ApiError if the server does not answer, or answers with something else than a list of
+    objects.
     """
     try:
         if known is not None and _versions(_items(api.probe())) == _versions(known.values()):
@@ -220,7 +227,7 @@ def _versions(objects: Any) -> set[tuple[str, str, str]]:  # noqa: ANN401 - JSON
 
 @dataclass(frozen=True, slots=True)
 class PolicyPlan:
-    """Changes to make. refused: the reason by the name of the object."""
+    """Changes to the policies in force: to apply, to delete, and refused objects with reasons."""
 
     apply: tuple[CapacityPolicy, ...]
     delete: tuple[str, ...]
@@ -228,13 +235,13 @@ class PolicyPlan:
 
 
 class ObjectReader:
-    """Reader of objects as policies; an unchanged object is not parsed again."""
+    """Parser of objects into policies, with a cache: an unchanged object is not parsed again."""
 
     def __init__(self) -> None:
         self._read: dict[str, tuple[object, CapacityPolicy | str]] = {}
 
     def read(self, objects: Mapping[str, Object]) -> dict[str, CapacityPolicy | str]:
-        """Return the object's policy, or one line that says why it is invalid."""
+        """Return each object's policy, or one line that says why it is invalid, by name."""
         for name in self._read.keys() - objects.keys():
             del self._read[name]
         for name, each in objects.items():
@@ -251,7 +258,11 @@ def plan(
     in_force: Mapping[str, CapacityPolicy],
     of_objects: Set[str],
 ) -> PolicyPlan:
-    """Return the changes. in_force: all policies by name. of_objects: names of the objects' own."""
+    """Return the policies to apply and delete so that those in force match the objects.
+
+    read: each object's policy, or why it is invalid. in_force: all policies by name. of_objects:
+    names of those that are Kubernetes objects.
+    """
     found = {name: each for name, each in read.items() if isinstance(each, CapacityPolicy)}
     return PolicyPlan(
         # Apply precedes delete, so that a node is never without the policy that bounds it.

@@ -37,7 +37,9 @@ NO_DEFINITION: Final = (
 
 
 class ApiError(UnavailableError):
-    """A refused or unanswered call; code: the HTTP status, 0 without an answer."""
+    """Error of a refused or unanswered call of the API server; code: HTTP status, 0 if
+    unanswered.
+    """
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -45,14 +47,16 @@ class ApiError(UnavailableError):
 
 
 class KubeApi:
-    """Calls by one kubeconfig, or by a pod's own token."""
+    """Blocking client of the Kubernetes API server for policy objects, their statuses and
+    events.
+    """
 
     def __init__(self, pool: Any, configuration: Any) -> None:  # noqa: ANN401 - of the client
         self._pool, self._configuration = pool, configuration
 
     @classmethod
     def opened(cls, kubeconfig: Path | None) -> Self:
-        """Read the kubeconfig or the pod's token. Raises ConfigError with one line."""
+        """Return a client by a kubeconfig, or by the pod's own token (None). Raises ConfigError."""
         try:
             # The import takes half a second and 40 MB, which only processes that watch objects
             # need.
@@ -78,20 +82,25 @@ class KubeApi:
         return cls(client.ApiClient(configuration).rest_client.pool_manager, configuration)
 
     def list(self) -> bytes:
-        """Return all objects as they are in etcd now."""
+        """Return the JSON of all policy objects, as they are in etcd now. Raises ApiError."""
         return self._read("GET", PATH)
 
     def probe(self) -> bytes:
-        """Return metadata of all objects from the server's cache."""
+        """Return the JSON of all policy objects' metadata, from the server's cache.
+
+        Raises ApiError.
+        """
         return self._read("GET", f"{PATH}?resourceVersion=0", accept=METADATA)
 
     def write_status(self, name: str, resource_version: str, status: Mapping[str, object]) -> None:
-        """Write an object's status unless the object has changed since."""
+        """Write an object's status. Raises ApiError, with code 409 if the object has changed
+        since.
+        """
         body = {"metadata": {"resourceVersion": resource_version}, "status": status}
         self._read("PATCH", f"{PATH}/{name}/status", body, content=MERGE)
 
     def create_event(self, event: Mapping[str, object]) -> None:
-        """Write an event; an existing event of that name is left as it is."""
+        """Create a Kubernetes event; one of that name is left as it is. Raises ApiError."""
         try:
             self._read("POST", EVENTS, event)
         except ApiError as error:
@@ -142,7 +151,7 @@ class KubeApi:
 
 
 def _log_in(kubeconfig: Path, configuration: Any) -> None:  # noqa: ANN401 - of the client
-    """Read the file into the configuration, with the credentials that its login program gives.
+    """Load the kubeconfig into the configuration, with the credentials of its login program.
 
     The client only logs a failed login and continues: the API server would be blamed for it. Raises
     ConfigError, and any error of the client.
@@ -203,7 +212,9 @@ def _named(merged: Mapping[str, Any], kind: str, name: object) -> Mapping[str, A
 
 
 def _refusal(code: int, path: str, data: bytes) -> ApiError:
-    """Return what an operator should do about a status that is not a success."""
+    """Return the error for an HTTP status that is not a success, with what an operator should
+    do.
+    """
     try:
         message = str(json.loads(data).get("message", ""))
     except (ValueError, AttributeError, RecursionError):  # it is a refusal, whatever is in it

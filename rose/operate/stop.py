@@ -22,7 +22,10 @@ MEASURED_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class UnheardNode:
-    """Node that has not confirmed a stop, with the names of its guests; as text a report line."""
+    """Node that is not proved to have stopped, with the names of its guests.
+
+    Its text is a report line. heard_s: seconds since its last message.
+    """
 
     node: str
     state: NodeState
@@ -51,7 +54,7 @@ class UnheardNode:
 
 @dataclass(frozen=True, slots=True)
 class RemainingGuest:
-    """Guest that still exists after a stop, as its node measured it; as text a report line."""
+    """Guest that still exists after a stop, as its node measured it. Its text is a report line."""
 
     replica: str
     node: str
@@ -69,7 +72,7 @@ class Proof:
     """Result of one look at a fleet after a stop. held: number of nodes that confirmed it.
 
     nodes: number of known nodes. slowest_s: longest time from order to confirmation. unheard: nodes
-    without a confirmation. older: attached nodes of an old release, which never confirm. left:
+    not proved to have stopped. older: attached nodes of an old release, which never confirm. left:
     guests that still exist. unmeasured: guests of attached nodes without a measurement.
     """
 
@@ -93,7 +96,7 @@ class Proof:
 
     @property
     def proved(self) -> bool:
-        """True if every node confirmed and every guest was measured to be gone."""
+        """True if no node is unheard, and every guest was measured to be gone."""
         return not (self.unheard or self.unmeasured or self.left)
 
     def lines(self, took_s: float) -> Iterable[str]:

@@ -29,7 +29,7 @@ MOST_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """Entries of a store as they were at `revision`; taken_s: Unix seconds. release: of ROSE."""
+    """Entries of a store at `revision`. taken_s: Unix seconds. release: the ROSE version, or ""."""
 
     entries: tuple[StoreEntry, ...]
     revision: int
@@ -38,7 +38,7 @@ class Backup:
 
 
 def encoded(backup: Backup) -> bytes:
-    """Return the bytes of the backup's file."""
+    """Return the backup as the bytes of its file, with a checksum in the last line."""
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -57,9 +57,11 @@ def encoded(backup: Backup) -> bytes:
 
 
 def decoded(raw: bytes) -> Backup:
-    """Return the backup in these bytes. Raises `ConfigError` for other or damaged ones.
+    """Return the backup in the bytes of a file.
 
-    The entries' revisions are the backup's: a store that is written anew gives them others.
+    Raises `ConfigError` if they are damaged or another's.
+
+    All entries have the backup's revision; a store to which they are written gives them others.
     """
     head = _head(raw)
     body, _, last = raw.removesuffix(b"\n").rpartition(b"\n")
@@ -106,9 +108,9 @@ def _entry(line: bytes, revision: int) -> StoreEntry:
 
 
 def write_backup(path: Path, backup: Backup) -> int:
-    """Write the file, readable for its owner alone; returns its bytes. Raises `ConfigError`.
+    """Write the backup to a new file that its owner alone can read; return its size in bytes.
 
-    A file that is there already is left as it is.
+    Raises `ConfigError` if the file exists, which is left as it is, or cannot be written.
     """
     raw = encoded(backup)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -146,7 +148,7 @@ def read_backup(path: Path) -> Backup:
 
 
 def without(entries: Iterable[StoreEntry], keys: Iterable[str]) -> tuple[StoreEntry, ...]:
-    """Return all entries but those of these keys."""
+    """Return all entries except those of these keys."""
     left_out = frozenset(keys)
     return tuple(each for each in entries if each.key not in left_out)
 

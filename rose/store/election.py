@@ -50,18 +50,18 @@ GIVE_UP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One process that may lead: where its clients reach it, and what tells it from all others."""
+    """Process that may lead: the address for its clients, and a nonce that no other process has."""
 
     address: str
     nonce: str
 
     def value(self) -> bytes:
-        """Return the value of the key `leader` while this candidate leads."""
+        """Return the value that the key `leader` has while this candidate leads."""
         return json.dumps({"address": self.address, "id": self.nonce}).encode()
 
 
 def address_of(entry: StoreEntry | None) -> str:
-    """Return the address in the key `leader`; "" without a readable one."""
+    """Return the leader's address in the entry of the key `leader`, "" if there is none."""
     try:
         said = json.loads(entry.value)["address"] if entry else ""
     except (ValueError, TypeError, KeyError):
@@ -74,19 +74,19 @@ def address_of(entry: StoreEntry | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ElectionTick:
-    """Time passed."""
+    """Event for the election state machine: time passed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The key `leader` was read; None: nobody leads."""
+    """Event for the election state machine: the key `leader` was read; None: it is absent."""
 
     entry: StoreEntry | None
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseGiven:
-    """The store made a lease; it was asked to at `begun_s`."""
+    """Event for the election state machine: the store granted a lease, asked for at `begun_s`."""
 
     lease: int
     begun_s: float
@@ -94,14 +94,20 @@ class LeaseGiven:
 
 @dataclass(frozen=True, slots=True)
 class CampaignEnded:
-    """The key `leader` was written, at revision `term`; None: somebody else's is there."""
+    """Event for the election state machine: this process wrote the key `leader`.
+
+    term: the revision of that write; None: another process's key was there, so nothing was written.
+    """
 
     term: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseKept:
-    """The lease lives for `left_s` from `begun_s`; 0: it is gone."""
+    """Event for the election state machine: the lease was renewed, at a call begun at `begun_s`.
+
+    left_s: seconds that it lives from then on, 0 if it has ended.
+    """
 
     left_s: float
     begun_s: float
@@ -109,19 +115,19 @@ class LeaseKept:
 
 @dataclass(frozen=True, slots=True)
 class CallFailed:
-    """The call that was under way came to nothing, or nobody knows what it came to."""
+    """Event for the election state machine: the store call under way failed or was not answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteRefused:
-    """A write of the term was refused: another scheduler leads."""
+    """Event for the election state machine: the store refused a write of `term`, which is over."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
 class TermFailed:
-    """The work of a term could not begin; another scheduler may do better."""
+    """Event for the election state machine: the leader's work failed in `term`, for `reason`."""
 
     term: int
     reason: str
@@ -143,47 +149,50 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Read the key `leader`."""
+    """Action of the election: read the key `leader`, then feed `Seen` or `CallFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskLease:
-    """Ask the store for a lease."""
+    """Action of the election: ask the store for a lease of `ttl_s`, then feed `LeaseGiven`."""
 
     ttl_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """Write the key `leader` under the lease, if nobody has."""
+    """Action of the election: write the key `leader` under the lease if the key is absent."""
 
     lease: int
 
 
 @dataclass(frozen=True, slots=True)
 class KeepLease:
-    """Renew the lease."""
+    """Action of the election: renew the lease in the store, then feed `LeaseKept`."""
 
     lease: int
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUpLease:
-    """End the lease, so that nobody waits for it to run out; nothing hangs on its success."""
+    """Action of the election: end the lease in the store, so that others need not wait for it.
+
+    No event follows, even if that fails.
+    """
 
     lease: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Begin the work of a term."""
+    """Action of the election: begin the leader's work for `term`."""
 
     term: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """End the work of the term, now."""
+    """Action of the election: cancel the leader's work now, for `reason`."""
 
     reason: str
 
@@ -192,7 +201,7 @@ Action = Look | AskLease | Campaign | KeepLease | GiveUpLease | Lead | StepDown
 
 
 class ElectionRole(StrEnum):
-    """Role of a scheduler."""
+    """Role of a scheduler process in the election."""
 
     LEADER = "leader"
     FOLLOWER = "follower"
@@ -200,7 +209,10 @@ class ElectionRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ElectionStatus:
-    """`address` is the leader's, "" while unknown; a leader surely leads until `valid_until_s`."""
+    """State of the election in one process. address: the leader's, "" while unknown.
+
+    term: 0 for a follower. valid_until_s: time until which a leader surely leads.
+    """
 
     role: ElectionRole
     address: str
@@ -210,7 +222,10 @@ class ElectionStatus:
 
 
 class Election:
-    """One candidate's view; times are seconds of one clock that counts suspended time too."""
+    """Election state machine of one candidate, without IO.
+
+    Times are seconds of one clock that counts suspended time too.
+    """
 
     def __init__(self, me: Candidate, ttl_s: float = TTL_S) -> None:
         self._me = me
@@ -224,12 +239,12 @@ class Election:
         self._calling = False
 
     def status(self) -> ElectionStatus:
-        """Return the leader as this process last read it."""
+        """Return this process's role, term and lease, and the leader's address as last read."""
         role = ElectionRole.LEADER if self._term else ElectionRole.FOLLOWER
         return ElectionStatus(role, self._address, self._term, self._lease, self._valid_until_s)
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """Return the actions that an event at `now_s` calls for."""
+        """Return the actions to carry out, in order, for an event at `now_s`."""
         actions = self._react(event, now_s)
         if self._term and now_s >= self._valid_until_s:
             actions += self._step_down("its lease could not be renewed", now_s)
@@ -312,12 +327,12 @@ Work = Callable[[FencedStore], Awaitable[None]]
 
 
 class Leadership:
-    """One process's part in the election.
+    """Election of one process: carries out the actions and runs the leader's work.
 
     work: what a leader does; it is started with the term's store and cancelled when the term ends.
-    One that raises `UnavailableError` gives the term up, `LeadershipLostError` finds it over;
-    anything else that it raises ends `run`.
-    on_event(event, **fields): takes `scheduler_leads`, `scheduler_steps_down`.
+    If it raises `UnavailableError` the process gives the term up, `LeadershipLostError` means that
+    the term is over, and any other error ends `run`. on_event(event, **fields): takes
+    `scheduler_leads`, `scheduler_steps_down`.
     """
 
     def __init__(
@@ -343,23 +358,23 @@ class Leadership:
 
     @property
     def address(self) -> str:
-        """The leader's address, "" while nobody is known to lead."""
+        """Address of the leader, "" while none is known."""
         return self._election.status().address
 
     @property
     def term(self) -> int:
-        """The term in which this process leads, 0 while it stands by."""
+        """Term in which this process leads, 0 while it is a standby."""
         return self._election.status().term
 
     def leads(self, term: int | None = None) -> bool:
-        """Return True while this process leads for certain, in the given term if there is one."""
+        """Return True while this process surely leads, in `term` if that is given."""
         status = self._election.status()
         if self._resigned or (term is not None and term != status.term):
             return False
         return status.term != 0 and self._clock() < status.valid_until_s
 
     async def run(self) -> None:
-        """Take part until cancelled; then the lead is given up at once."""
+        """Take part in the election until cancelled; then give up the lead at once."""
         try:
             while True:
                 self._step(ElectionTick())

@@ -93,9 +93,9 @@ WATCH_LOGINS = 3
 
 @dataclass(frozen=True, slots=True)
 class EtcdAccess:
-    """Endpoints (HOST:PORT) of a cluster, and what they must be shown.
+    """Endpoints (HOST:PORT) of an etcd cluster, login, and certificates as PEM files.
 
-    Keys are below `prefix`, so that clusters can be shared. Certificates are PEM files.
+    All keys are below `prefix`, so that a cluster can be shared.
     """
 
     endpoints: tuple[str, ...]
@@ -107,7 +107,7 @@ class EtcdAccess:
     key_file: Path | None = None
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Return TLS credentials, None for plain text. Raises `ConfigError`."""
+        """Return TLS credentials for gRPC, None for plain text. Raises `ConfigError`."""
         if self.ca_file is None:
             if self.certificate_file or self.key_file:
                 raise ConfigError("a certificate for etcd needs the CA's too; give --store-ca FILE")
@@ -121,19 +121,22 @@ class EtcdAccess:
 
 
 class UnansweredError(UnavailableError):
-    """An attempt that was not answered: it may have been carried out, or still be."""
+    """Error of an attempt that was not answered: it may have been carried out, or still be."""
 
 
 class StaleTokenError(UnavailableError):
-    """An attempt that was refused, since its login is over; the next one logs in again."""
+    """Error of an attempt refused since its login is stale; the next attempt logs in again."""
 
 
 class NoLeaseError(RoseError):
-    """The lease of a request is over."""
+    """Error of a request whose lease has ended."""
 
 
 def unary(method: str, request: Message, reply: type[R]) -> Ask[R]:
-    """Return the attempt that sends a request to a method of etcd, SERVICE/METHOD."""
+    """Return a function that sends `request` once to an etcd method, SERVICE/METHOD, on a channel.
+
+    The function returns the reply.
+    """
 
     async def ask(channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> R:
         call = channel.unary_unary(
@@ -151,7 +154,7 @@ def unary(method: str, request: Message, reply: type[R]) -> Ask[R]:
 def stream(
     channel: grpc.aio.Channel, method: str, request: type[Message], reply: type[Message]
 ) -> "grpc.aio.StreamStreamMultiCallable[Any, Any]":
-    """Return a method of etcd with streams both ways."""
+    """Return an etcd method, SERVICE/METHOD, with streams both ways, on a channel."""
     return channel.stream_stream(
         API + method,
         request_serializer=request.SerializeToString,
@@ -160,7 +163,10 @@ def stream(
 
 
 class EtcdLink:
-    """Channels to all endpoints of a cluster; the one that answered last is asked first."""
+    """Channels to all endpoints of an etcd cluster, and its login token.
+
+    The endpoint that answered last is asked first.
+    """
 
     def __init__(self, access: EtcdAccess) -> None:
         self.access = access
@@ -176,15 +182,15 @@ class EtcdLink:
 
     @property
     def at(self) -> int:
-        """The endpoint that is asked next."""
+        """Index of the endpoint that is asked next."""
         return self._at
 
     def forget_login(self) -> None:
-        """Log in again before the next request."""
+        """Drop the login token, so that the next request logs in again."""
         self._token = ""
 
     async def metadata(self, channel: grpc.aio.Channel) -> Metadata:
-        """Return the metadata of a request, after a login where one is due."""
+        """Return the gRPC metadata of a request, after a login on the channel if one is needed."""
         if self.access.user and not self._token:
             await self._log_in(channel)
         # Without it a member that lost its cluster keeps a watch open, and silent.
@@ -192,7 +198,11 @@ class EtcdLink:
         return (*leader, ("token", self._token)) if self._token else leader
 
     async def call(self, ask: Ask[T], timeout_s: float = TIMEOUT_S, most_s: float = MOST_S) -> T:
-        """Send a request that may be carried out twice. Raises `UnavailableError`."""
+        """Return the reply to a request that may be carried out twice, trying endpoints for
+        `most_s`.
+
+        Raises `UnavailableError` if none answers, and other errors as `attempt` does.
+        """
         loop = asyncio.get_running_loop()
         until_s = loop.time() + most_s
         for attempt in itertools.count():
@@ -210,7 +220,8 @@ class EtcdLink:
         return min(FIRST_PAUSE_S * 2.0 ** min(attempt, 8), MAX_PAUSE_S)
 
     async def attempt(self, ask: Ask[T], timeout_s: float = TIMEOUT_S) -> T:
-        """Ask one endpoint; the next attempt asks the next one if this did not answer.
+        """Return the reply of one endpoint, asked once; if it does not answer the next attempt asks
+        another.
 
         Raises `UnansweredError`, `StaleTokenError`, `NoLeaseError`, and `ConfigError` for a
         refusal.
@@ -240,7 +251,7 @@ class EtcdLink:
     def refusal(
         self, details: str, code: grpc.StatusCode = grpc.StatusCode.PERMISSION_DENIED
     ) -> RoseError:
-        """Return the error that tells an operator what to do about a refusal."""
+        """Return the error for a refused request, which tells an operator what to do."""
         if code is grpc.StatusCode.PERMISSION_DENIED:
             return ConfigError(
                 f"etcd does not let user {self.access.user or '(none)'} do this ({details}); grant"
@@ -277,7 +288,7 @@ class _Readback:
 
 
 class EtcdStore(TxnStore):
-    """The store's contract on etcd 3.4 or newer. Made in a running event loop."""
+    """Store in an etcd cluster (3.4 or newer). Make it in a running event loop."""
 
     def __init__(self, access: EtcdAccess) -> None:
         self._link = EtcdLink(access)
@@ -340,7 +351,7 @@ class EtcdStore(TxnStore):
         raise AssertionError("counted to the end")
 
     async def _read_back(self, expect: Sequence[Expect], writes: Sequence[Write]) -> _Readback:
-        """Look at what a transaction expected and wrote, all at one revision."""
+        """Return the outcome of a transaction, from the keys that it expected and wrote."""
         keys = list(dict.fromkeys(each.key for each in (*expect, *writes)))
         request = pb.TxnRequest(
             success=[
@@ -395,7 +406,7 @@ class EtcdStore(TxnStore):
             await asyncio.sleep(pause_s)
 
     def _refused(self, before: int, reason: str) -> int:
-        """Count a watch that etcd ended. Raises what it means once new logins change nothing."""
+        """Return the number of refused watches in a row, and log in again; raise after three."""
         self._link.forget_login()
         if before + 1 >= WATCH_LOGINS:
             raise self._link.refusal(reason)
@@ -404,7 +415,7 @@ class EtcdStore(TxnStore):
     async def _answers(
         self, prefix: str, revision: int, at: int
     ) -> AsyncGenerator[pb.WatchResponse, None]:
-        """Yield the replies of one stream of one endpoint to its end."""
+        """Yield the watch responses of one endpoint until its stream ends."""
         begin = self._key(prefix)
         create = pb.WatchCreateRequest(
             key=begin, range_end=end_of(begin), start_revision=revision, progress_notify=True
@@ -431,14 +442,16 @@ class EtcdStore(TxnStore):
                 call.cancel()
 
     async def compact(self, revision: int) -> None:
-        """Forget the history up to a revision, of all keys of the cluster."""
+        """Delete the history up to a revision, of all keys of the etcd cluster."""
         request = pb.CompactionRequest(revision=revision, physical=True)
         await self._link.attempt(unary("KV/Compact", request, pb.CompactionResponse))
 
     # ---- leases ----
 
     async def grant_lease(self, ttl_s: float) -> int:
-        """Make one; etcd counts whole seconds, and a cluster has a least number of them."""
+        """Return the id of a new lease; etcd rounds `ttl_s` up to whole seconds and has a
+        minimum.
+        """
         request = pb.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         ask = unary("Lease/LeaseGrant", request, pb.LeaseGrantResponse)
         return (await self._link.call(ask)).ID
@@ -500,6 +513,6 @@ class EtcdStore(TxnStore):
 
 
 def end_of(prefix: bytes) -> bytes:
-    """Return the first key after all with the prefix; etcd's "no end" if there is none."""
+    """Return the first key after all keys with the prefix; etcd's "no end" if there is none."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"

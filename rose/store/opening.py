@@ -21,7 +21,10 @@ DEFAULT_PREFIX = "rose/"
 
 @dataclass(frozen=True, slots=True)
 class StoreName:
-    """Name of a store: a file, or an etcd cluster with the files of its credentials."""
+    """Name of a store, as `--store` gives it: a file, or an etcd cluster with credential files.
+
+    Raises ConfigError if the name or its credentials are invalid.
+    """
 
     name: str
     user: str = ""
@@ -42,7 +45,9 @@ class StoreName:
         return self.name.startswith(SCHEME)
 
     def access(self) -> EtcdAccess:
-        """Return addresses and credentials of the cluster. Raises ConfigError for invalid ones."""
+        """Return the etcd cluster's addresses and credentials. Raises ConfigError for invalid
+        ones.
+        """
         hosts, slash, prefix = self.name.removeprefix(SCHEME).partition("/")
         if self.user and self.password_file is None:
             raise ConfigError("a user of etcd has a password; give --store-password-file FILE")
@@ -85,12 +90,18 @@ def _secret(file: Path) -> str:
 
 
 def open_store(name: StoreName) -> Store:
-    """Open it, in a running event loop. Raises `ConfigError` for one that cannot be."""
+    """Return the opened store of that name; call this in a running event loop.
+
+    Raises `ConfigError` if it cannot be opened.
+    """
     return EtcdStore(name.access()) if name.is_etcd else SqliteStore(Path(name.name))
 
 
 def add_store_options(parser: argparse.ArgumentParser, optional: str = "") -> None:
-    """Add `--store` and what belongs to it. optional: what it is for where none is needed."""
+    """Add `--store` and its credential options to a parser.
+
+    optional: text on what the store is for, if a command does not require one.
+    """
     add = parser.add_argument
     add(
         "--store",
@@ -107,7 +118,7 @@ def add_store_options(parser: argparse.ArgumentParser, optional: str = "") -> No
 
 
 def taken_store(args: argparse.Namespace) -> StoreName:
-    """Return the store named by the options."""
+    """Return the store's name in parsed options. Raises ConfigError."""
     return StoreName(
         args.store,
         args.store_user,

@@ -22,7 +22,7 @@ ABSENT = 0  # the revision of a key that is not there
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """A value and the revision of the write that put it there (>= 1, grows with each write)."""
+    """Key with its value, and the revision of the write that set it (>= 1, grows with writes)."""
 
     key: str
     value: bytes
@@ -31,7 +31,7 @@ class StoreEntry:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All entries of a prefix, in the order of their keys, as they were at `revision`."""
+    """All entries whose keys have a prefix, in the order of keys, as they were at `revision`."""
 
     prefix: str
     entries: tuple[StoreEntry, ...]
@@ -40,10 +40,10 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A write to a key, or its deletion (`value` None); `revision` is that of the transaction.
+    """Write to a key, or its deletion (value None); revision: that of the transaction.
 
-    A deletion that a watch missed, since the history was compacted, carries the revision of the
-    listing in which the key was missing.
+    A deletion that a watch missed, since the history was compacted, has the revision of the listing
+    in which the key was missing.
     """
 
     key: str
@@ -53,7 +53,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """The condition that a key's entry is of this revision; `ABSENT`: that there is none."""
+    """Condition of a transaction: the key's entry has this revision; `ABSENT`: there is no
+    entry.
+    """
 
     key: str
     revision: int
@@ -61,7 +63,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A write of a value; `lease` not 0: the key ends with that lease."""
+    """Write of a value to a key; if `lease` is not 0 the key is deleted when that lease ends."""
 
     key: str
     value: bytes
@@ -70,7 +72,7 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A deletion; of a key that is not there it does nothing."""
+    """Deletion of a key; a missing key is left so."""
 
     key: str
 
@@ -83,14 +85,15 @@ Write = Put | Delete
 
 
 class LeaseGoneError(RefusedError):
-    """A key was written under a lease that is over."""
+    """Error of a write under a lease that has ended."""
 
 
 class Store(Protocol):
-    """Durable map from str to bytes. A write that has returned survives the process.
+    """Durable map from str to bytes with transactions, leases and watches.
 
-    All methods raise `UnavailableError` when the store does not answer; of a write that may have
-    been done nevertheless, the caller decides by reading. No key is written twice in a transaction.
+    A write that has returned survives the process. All methods raise `UnavailableError` when the
+    store does not answer; the write may have been done nevertheless, which the caller can read. No
+    key is written twice in a transaction.
     """
 
     async def get(self, key: str) -> StoreEntry | None:
@@ -98,60 +101,65 @@ class Store(Protocol):
         ...
 
     async def list(self, prefix: str) -> Listing:
-        """Return all entries whose key starts with the prefix."""
+        """Return all entries whose key starts with the prefix, and the store's revision."""
         ...
 
     async def put(self, key: str, value: bytes, lease: int = 0) -> int:
-        """Write whatever is there now; returns the new revision."""
+        """Write the value, whatever the key has now; return the new revision."""
         ...
 
     async def delete(self, key: str) -> int:
-        """Remove the key; returns the revision of the store, new if the key was there."""
+        """Delete the key; return the store's revision, a new one if the key was there."""
         ...
 
     async def compare_and_swap(
         self, key: str, expected_revision: int, value: bytes, lease: int = 0
     ) -> int | None:
-        """Write only over `expected_revision` (`ABSENT`: only if missing).
+        """Write the value only if the key has `expected_revision` (`ABSENT`: is missing).
 
-        Returns the new revision, None when somebody else wrote in between.
+        Returns the new revision, None if the key has another revision.
         """
         ...
 
     async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
-        """Do all writes at once if everything is as expected; returns the revision, else None.
+        """Do all writes at once if all conditions hold; return the revision, None if one does not
+        hold.
 
-        Raises `LeaseGoneError` when a lease that is written under is over.
+        Raises `LeaseGoneError` if a write is under a lease that has ended.
         """
         ...
 
     async def grant_lease(self, ttl_s: float) -> int:
-        """Make a lease that lives for at least `ttl_s` unless kept; returns its id, never 0."""
+        """Return the id, never 0, of a new lease that lives for at least `ttl_s` unless renewed."""
         ...
 
     async def keep_lease(self, lease: int) -> float:
-        """Let the lease live for another TTL; returns the seconds left, 0 when it is gone."""
+        """Renew the lease for its whole time to live; return the seconds left, 0 if it has
+        ended.
+        """
         ...
 
     async def revoke_lease(self, lease: int) -> None:
-        """End the lease and its keys now; one that is gone stays gone."""
+        """End the lease and delete its keys; do nothing for one that has ended."""
         ...
 
     def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
-        """Yield all changes after a listing, in order, each once, until cancelled.
+        """Yield all changes after a listing, in order, each once; never end until cancelled.
 
-        It outlasts restarts of the store. Where history was compacted meanwhile, it lists again and
-        yields the difference: each key's newest value, none of those in between.
+        The watch outlasts restarts of the store. If the history was compacted meanwhile, it lists
+        again and yields the difference: each key's newest value, none of those in between.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of files and connections; using the store afterwards is an error."""
+        """Close files and connections; the store must not be used afterwards."""
         ...
 
 
 def difference(known: dict[str, int], now: Listing) -> list[Change]:
-    """Return the changes from `known`, revisions by key, to a newer listing."""
+    """Return the changes, in order, that lead from `known`, revisions by key, to a newer
+    listing.
+    """
     there = {entry.key for entry in now.entries}
     changed = [
         Change(entry.key, entry.value, entry.revision)
@@ -163,7 +171,7 @@ def difference(known: dict[str, int], now: Listing) -> list[Change]:
 
 
 def note(known: dict[str, int], change: Change) -> None:
-    """Keep `known` as it is after a change."""
+    """Update `known`, revisions by key, for a change."""
     if change.value is None:
         known.pop(change.key, None)
     else:
@@ -171,7 +179,7 @@ def note(known: dict[str, int], change: Change) -> None:
 
 
 class TxnStore:
-    """Base of the stores: the operations that are built on `txn` alone."""
+    """Base of the stores: put, delete and compare_and_swap, by `txn` of the subclass."""
 
     async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
         raise NotImplementedError
@@ -185,7 +193,9 @@ class TxnStore:
     async def compare_and_swap(
         self, key: str, expected_revision: int, value: bytes, lease: int = 0
     ) -> int | None:
-        """Write only over `expected_revision`; None when somebody else wrote in between."""
+        """Write the value if the key has `expected_revision`; return the new revision, else
+        None.
+        """
         return await self.txn((Expect(key, expected_revision),), (Put(key, value, lease),))
 
 

@@ -84,12 +84,15 @@ SET value = excluded.value, revision = excluded.revision, lease = excluded.lease
 
 
 def boot_id() -> str:
-    """Return the id of this boot of the kernel."""
+    """Return the kernel's id of the current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class LeaseFile:
-    """Leases by id. A lease that was found over once is over for ever."""
+    """File of leases shared by the processes of one machine.
+
+    A lease that expired never lives again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -103,7 +106,10 @@ class LeaseFile:
                 os.pwrite(self._file, header + bytes(_LEASE.size * MAX_LEASES), 0)
 
     def grant(self, ttl_s: float) -> int:
-        """Make a lease that lives for `ttl_s` from now; returns its id."""
+        """Return the id of a new lease that lives for `ttl_s` from now.
+
+        Raises UnavailableError if full.
+        """
         lease = secrets.randbits(62) | 1
         with self._locked():
             now_s = boot_clock_s()
@@ -114,7 +120,7 @@ class LeaseFile:
         raise UnavailableError(f"{self._path} holds {MAX_LEASES} live leases; stop some schedulers")
 
     def keep(self, lease: int) -> float:
-        """Renew; returns the seconds left, 0 for one that is over."""
+        """Renew the lease; return the seconds that it lives from now, 0 if it has ended."""
         with self._locked():
             now_s = boot_clock_s()
             for slot, (name, ttl_s, end_s) in self._slots():
@@ -124,14 +130,16 @@ class LeaseFile:
         return 0.0
 
     def end(self, lease: int) -> None:
-        """End it, whether it lives or not."""
+        """End the lease; do nothing if it has ended."""
         with self._locked():
             for slot, (name, _, _) in self._slots():
                 if name == lease:
                     self._write(slot, 0, 0.0, 0.0)
 
     def over(self, leases: Iterable[int]) -> set[int]:
-        """Return the expired leases, which cannot be renewed from now on."""
+        """Return those of the leases that have ended, and make sure that none of them is
+        renewed.
+        """
         over = set(leases)
         with self._locked():
             now_s = boot_clock_s()
@@ -155,7 +163,7 @@ class LeaseFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the file's lock. Raises `UnavailableError` where somebody else does for long."""
+        """Hold the file's lock. Raises `UnavailableError` if it is not free within a second."""
         with self._threads:
             try:
                 self._lock()
@@ -187,7 +195,7 @@ T = TypeVar("T")
 
 
 class SqliteStore(TxnStore):
-    """The store's contract on a file.
+    """Store in one SQLite file, shared by the processes of one machine.
 
     Raises `ConfigError` when the file cannot be opened or belongs to something else.
     """
@@ -270,7 +278,7 @@ class SqliteStore(TxnStore):
             await asyncio.sleep(POLL_S)
 
     async def compact(self, revision: int) -> None:
-        """Forget the history up to a revision."""
+        """Delete the history up to a revision, which watches then cannot replay."""
 
         def forget() -> None:
             with self._transaction():
@@ -284,15 +292,17 @@ class SqliteStore(TxnStore):
         return await self._ask_leases(lambda: self._leases.grant(ttl_s))
 
     async def keep_lease(self, lease: int) -> float:
-        """Renew it; needs neither the database's lock nor room on its disk."""
+        """Renew the lease, needing neither the database's lock nor disk space; return seconds
+        left.
+        """
         return await self._ask_leases(lambda: self._leases.keep(lease))
 
     async def revoke_lease(self, lease: int) -> None:
-        """End it. Its keys count as gone from now on, wherever they are still stored."""
+        """End the lease; its keys count as deleted from then on."""
         await self._ask_leases(lambda: self._leases.end(lease))
 
     async def close(self) -> None:
-        """Wait for what is under way, then let go of the files."""
+        """Wait for calls under way, then close the files."""
         if not self._closed:
             self._closed = True
             await asyncio.to_thread(self._shut)
@@ -398,7 +408,7 @@ class SqliteStore(TxnStore):
         return revision, compacted
 
     def _end_dead_leases(self) -> None:
-        """Delete the keys whose lease is over, before a read."""
+        """Delete the keys whose lease has ended, before a read."""
         if self._dead_keys():
             with self._transaction():
                 self._delete_of_dead_leases()
@@ -435,7 +445,10 @@ class SqliteStore(TxnStore):
 
 
 def _keep_private(path: Path) -> None:
-    """Make the file this user's alone before SQLite does; its files beside it get the same mode."""
+    """Create the file, or set its mode, so that its owner alone can read and write it.
+
+    SQLite gives the files beside it the same mode.
+    """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     except FileExistsError:

@@ -29,12 +29,12 @@ from rose.store.protocol import (
 
 T = TypeVar("T")
 OnCall = Callable[[str, float, bool], None]
-"""Takes the call's name, its seconds, and whether the store answered."""
+"""Function that takes the call's name, its seconds, and True if the store answered."""
 LEADER, FENCE = "leader", "fence"
 
 
 class WrappedStore(TxnStore):
-    """Base of a store around another one: hands every call on, through `_asked`."""
+    """Base of a store around another one: passes every call on, through `_asked`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -70,7 +70,10 @@ class WrappedStore(TxnStore):
 
 
 class MeteredStore(WrappedStore):
-    """A store whose calls are timed. A watch is a wait by itself: it is not."""
+    """Store around another that reports each call's name, seconds and success to `on_call`.
+
+    Watches are not reported.
+    """
 
     def __init__(self, store: Store, on_call: OnCall) -> None:
         super().__init__(store)
@@ -90,13 +93,14 @@ class MeteredStore(WrappedStore):
 
 
 class LeadershipLostError(RefusedError):
-    """A write of a scheduler that leads no more."""
+    """Error of a write or step of a scheduler that no longer leads."""
 
 
 class FencedStore(WrappedStore):
-    """A store whose writes succeed only while `term` lasts.
+    """Store around another whose writes succeed only while this process leads in `term`.
 
-    on_lost: called once a write was refused, or `leads` said no: nothing is written after that.
+    Others raise LeadershipLostError. on_lost: called when a write is refused, or `leads` returns
+    False; nothing is written after that.
     """
 
     def __init__(
@@ -146,9 +150,9 @@ class FencedStore(WrappedStore):
         raise LeadershipLostError("this scheduler leads no more; ask the one that does")
 
     def leads(self) -> bool:
-        """Return True while this very term lasts; a later term of the process does not count."""
+        """Return True while this process surely leads in this term; a later term does not count."""
         return self._leads()
 
     @override
     async def close(self) -> None:
-        """Leaves the store open: it outlives the term."""
+        """Do nothing: the wrapped store outlives the term."""
