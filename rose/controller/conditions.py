@@ -57,10 +57,10 @@ Said = tuple[str, str, str]
 def judged(
     each: Object, refusal: ObjectRefusal | None, view: PolicyView | None, wall_s: float
 ) -> PolicyStatus:
-    """Return the status to write for an object. view: its policy's state over its nodes.
+    """Return the status to write for an object, with its conditions, figures and limits.
 
-    refusal: why the object is not in force, else None. view is of the last policy in force that the
-    object defined, None without one.
+    refusal: why the object is not in force as it is, else None. view: status of the policy in force
+    that the object last defined, None without one. wall_s: Unix seconds.
     """
     generation = int(each["metadata"].get("generation", 0))
     before = {said.get("type"): said for said in _conditions(each)}

@@ -38,17 +38,17 @@ FEWEST_REQUESTS: Final = 20
 
 
 class Ring:
-    """The newest samples of a few lines; NaN where nothing was known."""
+    """Ring of the newest samples of a few lines of a chart; NaN for unknown values."""
 
     def __init__(self, lines: int, samples: int = SAMPLES) -> None:
         self._values: NDArray[np.float32] = np.full((lines, samples), np.nan, np.float32)
 
     def put(self, index: int, values: Sequence[float | None]) -> None:
-        """Put a sample into its place; None is not known."""
+        """Set the sample at a place of the ring, a value for each line; None is unknown."""
         self._values[:, index] = [np.nan if value is None else value for value in values]
 
     def read(self, order: NDArray[np.intp]) -> list[Points]:
-        """Return each line's points in this order."""
+        """Return each line's values at these places, in order; None is unknown."""
         chosen = self._values[:, order]
         return [
             [None if np.isnan(value) else float(f"{value:.4g}") for value in line]
@@ -58,7 +58,7 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class ModeChange:
-    """A guest's mode became another one. at_s: Unix seconds."""
+    """Change of a guest's mode from `before` to `after`. at_s: Unix seconds."""
 
     at_s: float
     replica: str
@@ -68,7 +68,7 @@ class ModeChange:
 
     @property
     def is_stop(self) -> bool:
-        """True if the guest may not run from then on."""
+        """True if the change stopped the guest from running."""
         return self.after in FROZEN and self.before not in FROZEN
 
 
@@ -84,14 +84,14 @@ class _Node:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Requests of a window that met their targets and that missed one."""
+    """Number of requests in a window that met their latency targets, and that missed one."""
 
     good: int = 0
     bad: int = 0
 
     @property
     def missed(self) -> float | None:
-        """Share that missed; None without requests."""
+        """Share of requests that missed a target; None without requests."""
         return self.bad / (self.good + self.bad) if self.good + self.bad else None
 
     def plus(self, good: int, bad: int) -> "RequestCounts":
@@ -108,7 +108,10 @@ class RequestLedger:
         self._minutes: deque[list[int]] = deque(maxlen=MINUTES)
 
     def add(self, minute: int, good: int, bad: int, *, lends: bool) -> None:
-        """Count requests of this minute."""
+        """Add requests to this minute: good ones met their targets, bad ones missed one.
+
+        lends: the host has a leased guest.
+        """
         if not self._minutes or self._minutes[-1][0] != minute:
             self._minutes.append([minute, 0, 0, 0, 0])
         at = 1 if lends else 3
@@ -116,7 +119,9 @@ class RequestLedger:
         self._minutes[-1][at + 1] += bad
 
     def spent(self, minute: int, minutes: int) -> tuple[RequestCounts, RequestCounts]:
-        """Return the counts of the newest minutes with a guest and without one."""
+        """Return the counts of the last `minutes` until `minute`: with a leased guest, and
+        without.
+        """
         lent, alone = RequestCounts(), RequestCounts()
         for at, *counts in self._minutes:
             if at > minute - minutes:
@@ -124,14 +129,19 @@ class RequestLedger:
         return lent, alone
 
     def burn(self, minute: int, minutes: int) -> float | None:
-        """Return the burn rate of the window; None without requests."""
+        """Return the SLO burn rate over the last `minutes` until `minute`; None without
+        requests.
+        """
         lent, alone = self.spent(minute, minutes)
         both = lent.plus(alone.good, alone.bad)
         return burnt(both.good, both.bad, self.objective) if both.good + both.bad else None
 
 
 class History:
-    """Rings of the fleet and of each node. One thread at a time; times are handed in."""
+    """Samples of the last ten minutes, of the fleet and of each node, for charts.
+
+    Use it in one thread at a time; times are passed in.
+    """
 
     def __init__(self) -> None:
         self._times: NDArray[np.float64] = np.full(SAMPLES, np.nan)
@@ -143,7 +153,7 @@ class History:
         self._wall_s = 0.0
 
     def take(self, seen: Observed, now_s: float, wall_s: float) -> bool:
-        """Take a sample if it is time for one; whether it was."""
+        """Add a sample of the fleet if 2 s have passed since the last one; return True if added."""
         if self._last_s is not None and now_s < self._last_s + SAMPLE_S - 0.1:
             return False
         step_s = None if self._last_s is None else now_s - self._last_s
@@ -168,16 +178,18 @@ class History:
 
     @property
     def minute(self) -> int:
-        """The minute of the newest sample."""
+        """Minute of the newest sample, since the Unix epoch."""
         return int(self._wall_s // MINUTE_S)
 
     def fleet(self) -> tuple[Points, list[Points]]:
-        """Return the times and lines of the fleet, oldest first."""
+        """Return the sample times and the fleet's lines (`FLEET_LINES`), oldest first."""
         order = self._order()
         return self._at(order), self._fleet.read(order)
 
     def node(self, name: str) -> tuple[Points, list[Points]]:
-        """Return the times and lines of a node; of an unknown one the times alone."""
+        """Return the sample times and a node's lines (`NODE_LINES`), all None for an unknown
+        node.
+        """
         order = self._order()
         known = self._nodes.get(name)
         if known is None:
@@ -185,26 +197,30 @@ class History:
         return self._at(order), known.ring.read(order)
 
     def newest_of_fleet(self) -> tuple[float | None, ...]:
-        """Return the newest time of the fleet, and each line's value then."""
+        """Return the newest sample's time and the fleet's values then; all None without samples."""
         return self._newest(self._fleet, len(FLEET_LINES))
 
     def newest_of(self, name: str) -> tuple[float | None, ...]:
-        """Return the newest time of a node, and each line's value then."""
+        """Return the newest sample's time and a node's values then; all None without samples."""
         known = self._nodes.get(name)
         return self._newest(known.ring if known else None, len(NODE_LINES))
 
     def changes(self, name: str) -> tuple[ModeChange, ...]:
-        """Return the changes of the modes of a node's guests, newest first."""
+        """Return the latest changes of the modes of a node's guests, newest first; () if
+        unknown.
+        """
         known = self._nodes.get(name)
         return tuple(reversed(known.changes)) if known else ()
 
     def tok_s(self, name: str) -> float | None:
-        """Tokens a second that the node's guests sampled lately."""
+        """Return the tokens per second of the node's guests at the newest sample, None if
+        unknown.
+        """
         known = self._nodes.get(name)
         return known.tok_s if known else None
 
     def fleet_tok_s(self) -> float | None:
-        """Return the tokens a second of all nodes' guests."""
+        """Return the tokens per second of all nodes' guests, None if unknown."""
         return _sum(node.tok_s for node in self._nodes.values())
 
     # ---- a sample ----
@@ -300,7 +316,9 @@ class History:
 
 
 def is_late(node: NodeSeen) -> bool:
-    """Return True if the node's host misses a target of its latency now."""
+    """Return True if the p95 latency of the node's host misses its target, over 20 requests or
+    more.
+    """
     if not node.telemetry.HasField("host"):
         return False
     host = node.telemetry.host

@@ -47,7 +47,10 @@ _TOLD: Final = (
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """One record. at_s: Unix seconds; by: whose call, "" for the process's own decision."""
+    """Record of one decision. at_s: Unix seconds; by: caller, "" for the process's own decision.
+
+    said: the decision's fields as text.
+    """
 
     at_s: float
     event: str
@@ -62,17 +65,17 @@ class JournalEntry:
 
     @property
     def is_act(self) -> bool:
-        """True if the event changed the capacity that may be lent."""
+        """True if an operator changed what may be lent: a mode or a policy."""
         return self.event in ACTS
 
     @property
     def what(self) -> str:
-        """The event in words."""
+        """Name of the event in words."""
         return ASKED.get(self.event) or self.event.replace("_", " ")
 
     @property
     def caller(self) -> str:
-        """The caller, in words; the scheduler for its own decisions."""
+        """Name of the caller in words; `the scheduler` for its own decisions."""
         asked = self.event in ASKED
         return self.by or ("a caller without a certificate" if asked else "the scheduler")
 
@@ -87,16 +90,19 @@ class JournalContent:
 
     @property
     def last_act(self) -> JournalEntry | None:
-        """The newest change of what may be lent."""
+        """Newest operator's change of what may be lent, None if there is none."""
         return next((each for each in self.decisions if each.is_act), None)
 
     def sum_of(self, how: str) -> int:
-        """Return the number of leases granted, released and so on in all minutes."""
+        """Return the number of leases `granted`, `released` and so on in the last ten minutes."""
         return sum(minute.get(how, 0) for minute in self.minutes)
 
 
 class Journal:
-    """Keeps the newest; whoever writes the audit log tells it, in whichever thread."""
+    """The newest 500 decisions and the newest 500 lease events, fed with the audit log's records.
+
+    It may be used from any thread.
+    """
 
     def __init__(self, kept: int = KEPT) -> None:
         self._lock = threading.Lock()
@@ -105,7 +111,7 @@ class Journal:
         self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES + 1)
 
     def heard(self, event: str, fields: Mapping[str, object], by: str, at_s: float) -> bool:
-        """Keep a record; whether pages should show it at once."""
+        """Add a record; return True if pages should show it at once. by: the caller."""
         node = str(fields.get("node", ""))[:MOST_CHARS]
         decision = JournalEntry(at_s, event, by[:MOST_CHARS], node, _said(event, fields))
         with self._lock:

@@ -44,9 +44,10 @@ BROKEN_STATES: Final = frozenset({"backoff", "failed"})
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Inputs of one moment. observed: None on a standby. leader: its address, if any.
+    """Inputs of the dashboard at one moment. observed: fleet snapshot, None on a standby.
 
-    me: this process's address. at_s: Unix seconds; since_s: when this process began.
+    leader: the leader's address, "" if unknown. me: this process's address. at_s: Unix seconds;
+    since_s: when this process began. budget_left: remaining share of the SLO budget by deployment.
     """
 
     observed: Observed | None
@@ -61,7 +62,11 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class NodeRow:
-    """One node that is attached, or known and away (`seen` is None)."""
+    """Node of the dashboard's table, attached, or away (`seen` is None).
+
+    state: one of `STATES`. rank: place in the table, the most urgent first. late: its host misses a
+    latency target. away_s: seconds since a node that is away was heard.
+    """
 
     name: str
     state: str
@@ -77,14 +82,14 @@ class NodeRow:
 
     @property
     def host(self) -> pb.HostTelemetry | None:
-        """Telemetry of the host, None for a node without a host."""
+        """Telemetry of the node's host, None for a node without a host."""
         if self.seen is None or not self.seen.telemetry.HasField("host"):
             return None
         return self.seen.telemetry.host
 
     @property
     def guests(self) -> tuple[pb.GuestTelemetry, ...]:
-        """Telemetry of the guests, leased or not, without dedicated replicas."""
+        """Telemetry of the node's guests, leased or not; dedicated replicas are left out."""
         if self.seen is None:
             return ()
         kinds = {offer.replica: offer.kind for offer in self.seen.offers}
@@ -96,13 +101,13 @@ class NodeRow:
 
     @property
     def leased_guests(self) -> tuple[pb.GuestTelemetry, ...]:
-        """Telemetry of the leased guests."""
+        """Telemetry of the node's leased guests."""
         leased = {each.lease.replica for each in self.leases}
         return tuple(each for each in self.guests if each.replica in leased)
 
     @property
     def guest_states(self) -> str:
-        """Number of guests in each state: `2 run, 1 freeze`."""
+        """Number of the node's guests in each state, as text: `2 run, 1 freeze`."""
         words = (
             each.state if each.state not in ("", "healthy") else each.mode or "idle"
             for each in self.guests
@@ -117,18 +122,18 @@ class NodeRow:
 
     @property
     def duty(self) -> float | None:
-        """Mean duty of its leased guests."""
+        """Mean share of time in which the node's leased guests may compute, None without one."""
         guests = self.leased_guests
         return sum(each.duty for each in guests) / len(guests) if guests else None
 
     @property
     def lent_bytes(self) -> int:
-        """KV memory that its leased guests have mapped."""
+        """Bytes of KV memory that the node's leased guests have mapped."""
         return sum(each.kv_bytes for each in self.leased_guests)
 
     @property
     def why(self) -> str:
-        """Limits of the node, or the freeze reasons of its guests; "" for none."""
+        """Reasons why the node lends no more, or why its guest is frozen; "" for none."""
         if self.seen is None:
             return "not attached: its host took everything back when it was cut off"
         if self.seen.verdict.limits:
@@ -138,7 +143,10 @@ class NodeRow:
 
 
 class Model:
-    """All that panels ask for. `history` is read while pages are made, in the same thread."""
+    """Figures of the dashboard at one moment, from which all panels are made.
+
+    history: read while pages are made, in the same thread.
+    """
 
     def __init__(self, look: Moment, history: History) -> None:
         self.look = look
@@ -147,7 +155,7 @@ class Model:
 
     @cached_property
     def nodes(self) -> tuple[NodeRow, ...]:
-        """All nodes, those first that are worth a look; of one kind by name."""
+        """All nodes, attached and away, the most urgent first, then by name."""
         by_replica = {offer.replica: node.node for node in self.seen.nodes for offer in node.offers}
         leases: dict[str, list[LeaseSeen]] = {}
         for lease in self.seen.leases:
@@ -157,55 +165,61 @@ class Model:
         return tuple(sorted(rows, key=lambda row: (row.rank, row.name)))
 
     def node(self, name: str) -> NodeRow | None:
-        """Return the node of that name."""
+        """Return the row of the node with that name, None if it is unknown."""
         return next((row for row in self.nodes if row.name == name), None)
 
     @cached_property
     def states(self) -> Mapping[str, int]:
-        """Nodes in each state, in the order of `STATES`."""
+        """Number of nodes in each state, in the order of `STATES`."""
         counted = Counter(row.state for row in self.nodes)
         return {state: counted[state] for state in STATES}
 
     @cached_property
     def late(self) -> int:
-        """Nodes whose host misses a target now."""
+        """Number of nodes whose host misses a latency target now."""
         return sum(row.late for row in self.nodes)
 
     @cached_property
     def lent_bytes(self) -> int:
-        """KV memory that guests have mapped, of all nodes."""
+        """Bytes of KV memory that leased guests have mapped, over all nodes."""
         return sum(row.lent_bytes for row in self.nodes)
 
     @cached_property
     def lendable_bytes(self) -> float | None:
-        """KV memory that policies let be lent now, or would; None where no node says."""
+        """Bytes of KV memory that nodes lend now, or would lend; None if no node reports them."""
         return known_sum(row.seen.advice.now.memory_bytes for row in self.nodes if row.seen)
 
     @cached_property
     def lendable_gpus(self) -> float | None:
-        """Compute of the same, in whole hosts."""
+        """Compute that nodes lend now, or would lend, in whole hosts; None if no node reports
+        it.
+        """
         return known_sum(row.seen.advice.now.compute for row in self.nodes if row.seen)
 
     @cached_property
     def working(self) -> float | None:
-        """Compute that guests used lately, in whole guests."""
+        """Sum of the leased guests' duty, in whole guests; None without leased guests."""
         guests = [each for row in self.nodes for each in row.leased_guests]
         return sum(each.duty for each in guests) if guests else None
 
     @cached_property
     def advised(self) -> tuple[NodeRow, ...]:
-        """Nodes that lend nothing and say what they would, the most bytes first."""
+        """Nodes that only report what they would lend, the most bytes first."""
         rows = [row for row in self.nodes if row.seen and row.seen.verdict.advises]
         return tuple(sorted(rows, key=lambda row: (-_advised_bytes(row), row.name)))
 
     @cached_property
     def holds(self) -> Mapping[str, int]:
-        """Nodes by the kind of what holds them back; a node counts once for each."""
+        """Number of nodes by the kind of limit that holds them back; a node counts once for
+        each.
+        """
         return dict(self.seen.held.most_common())
 
     @cached_property
     def leases(self) -> tuple[tuple[LeaseSeen, str, str], ...]:
-        """Each lease with its node and that node's state; silent nodes first."""
+        """Each lease with its node and the node's state; those of silent nodes and of none
+        first.
+        """
         found = [
             (lease, row.name, row.state, row.rank) for row in self.nodes for lease in row.leases
         ]
@@ -220,7 +234,9 @@ class Model:
 
     @cached_property
     def versions(self) -> Mapping[str, Counter[int]]:
-        """By job: leased replicas by how many versions they are behind; -1 for other weights."""
+        """Number of leased replicas by versions behind the newest, by job; -1: another job's
+        weights.
+        """
         jobs = {job.record.job: job for job in self.seen.jobs}
         found: dict[str, Counter[int]] = {name: Counter() for name in jobs}
         offers = {offer.replica: offer for node in self.seen.nodes for offer in node.offers}
@@ -231,7 +247,7 @@ class Model:
         return found
 
     def beyond_bound(self, job: JobSeen) -> int:
-        """Return the number of leased replicas beyond the job's bound or with other weights."""
+        """Return the number of leased replicas too far behind for the job or with other weights."""
         behind, bound = self.versions[job.record.job], job.record.max_staleness
         return sum(number for lag, number in behind.items() if lag > bound or lag < 0)
 
@@ -283,6 +299,6 @@ def _advised_bytes(row: NodeRow) -> float:
 
 
 def known_sum(values: Iterable[float | None]) -> float | None:
-    """Return the sum of the known values; None without any."""
+    """Return the sum of the known values; None if all are None."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

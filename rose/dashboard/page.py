@@ -32,7 +32,10 @@ _CELL, _FIGURE, _CELL_END = Markup("<td>"), Markup('<td class="n">'), Markup("</
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A text. href: its link; hint: shown beside the pointer; value: size of a part of a bar."""
+    """Text of a page that may change. href: its link. hint: text shown beside the pointer.
+
+    tone: colour. value: length of a part of a bar.
+    """
 
     text: str
     tone: Tone = ""
@@ -41,7 +44,7 @@ class Cell:
     value: float | None = None
 
     def html(self, name: str) -> Markup:
-        """Return the cell as an element with this id."""
+        """Return the cell as an HTML element with this id."""
         begin, end = (f'<a href="{escape(self.href)}"', "a") if self.href else ("<span", "span")
         tone = f' class="{self.tone}"' if self.tone else ""
         hint = f' title="{escape(self.hint)}"' if self.hint else ""
@@ -50,17 +53,23 @@ class Cell:
 
 
 class RowBuilder:
-    """A row of a table, or a list of labels, that its template fills cell by cell."""
+    """Row of a table, or list of labels, that a template fills cell by cell."""
 
     def __init__(self, page: "Page | None", key: str, columns: tuple[str, ...] = ()) -> None:
-        """`page`: records the cells, None for cells that never change. `columns`: their classes."""
+        """Begin a row. page: records the cells, None for cells that never change.
+
+        key: prefix of the cells' ids. columns: CSS classes of the columns.
+        """
         self._page, self._key, self._columns = page, key, columns
         self._at = 0
 
     def cell(
         self, text: object, tone: Tone = "", href: str = "", hint: str = "", name: str = ""
     ) -> Markup:
-        """Add a cell of the table's row. name: of the row, with its first cell."""
+        """Return the HTML of the row's next cell, and record the cell in the page.
+
+        name: name of the row, given with its first cell.
+        """
         at, made = self._next(text, tone, href, hint)
         if not at and self._page is not None:
             self._page.mark(name or (text.text if isinstance(text, Cell) else str(text)))
@@ -71,7 +80,7 @@ class RowBuilder:
     def fact(
         self, label: str, text: object, tone: Tone = "", href: str = "", hint: str = ""
     ) -> Markup:
-        """Add a label with its cell."""
+        """Return the HTML of a label with its cell, and record the cell in the page."""
         if self._page is not None:
             self._page.mark(label)
         _, made = self._next(text, tone, href, hint)
@@ -85,7 +94,10 @@ class RowBuilder:
 
 
 class Page:
-    """A page of one moment. at: its address."""
+    """Page of the dashboard at one moment: its HTML, cells by id, and newest points of its charts.
+
+    at: its address.
+    """
 
     def __init__(self, title: str, at: str, mode: Cell, troubles: tuple[str, ...] = ()) -> None:
         self.title, self.at, self.mode, self.troubles = title, at, mode, troubles
@@ -96,7 +108,9 @@ class Page:
         self.html = ""
 
     def render(self, template: str, at_s: float, cluster: str = "", **context: object) -> "Page":
-        """Fill the template; at_s: Unix seconds of the figures."""
+        """Set the page's HTML from the template, and return the page; at_s: Unix seconds of the
+        figures.
+        """
         path = self.at.partition("?")[0]
         here = "/nodes" if path == "/node" else path
         self.html = (
@@ -107,7 +121,7 @@ class Page:
         return self
 
     def structure(self) -> str:
-        """Return a digest of everything but texts, tones and values, the same in every process."""
+        """Return a digest of all but texts, tones and values, the same in every process."""
         links = (f"{name} {cell.href}" for name, cell in self.cells.items())
         digest = hashlib.blake2b(digest_size=8)
         for each in (*self._marks, *links):
@@ -117,33 +131,33 @@ class Page:
     # ---- called by templates ----
 
     def mark(self, *parts: str) -> str:
-        """Make the parts belong to the structure."""
+        """Add the parts to the page's structure; return "", for templates."""
         self._marks += parts
         return ""
 
     def cell(
         self, name: str, text: object, tone: Tone = "", href: str = "", hint: str = ""
     ) -> Markup:
-        """Add a cell with this id."""
+        """Record a cell with this id, and return its HTML."""
         cell = text if isinstance(text, Cell) else Cell(str(text), tone, href, hint)
         self.cells[name] = cell
         return cell.html(name)
 
     def row(self, key: str, columns: tuple[str, ...] = (), *, changes: bool = True) -> RowBuilder:
-        """Begin a row of a table or a list of labels."""
+        """Return the builder of a table's row or a list of labels; changes: record its cells."""
         return RowBuilder(self if changes else None, key, columns)
 
     def chart(self, key: str, newest: tuple[float | None, ...]) -> str:
-        """Add a chart with its newest point."""
+        """Record a chart with its newest point; return "", for templates."""
         self.points[key] = newest
         return self.mark(key)
 
 
 def message_of(page: Page, before: Mapping[str, Cell], at_s: float) -> bytes:
-    """Return a message of `/events`: the changes for a browser that shows the cells `before`.
+    """Return a server-sent message with the cells that differ from `before`, a browser's cells.
 
-    s: structure; where it is another one than the browser's, cells are left out and it asks for the
-    page. c: cells by id: text, tone, hint, value. p: the newest point of each chart.
+    s: structure; a browser with another structure ignores the cells and loads the page. t: time. c:
+    cells by id: text, tone, hint, value. p: the newest point of each chart.
     """
     changed = {
         name: [cell.text, cell.tone, cell.hint, cell.value]
@@ -155,7 +169,7 @@ def message_of(page: Page, before: Mapping[str, Cell], at_s: float) -> bytes:
 
 
 def spans(values: list[float]) -> list[tuple[float, float]]:
-    """Return begin and width of each part of a bar, in hundredths of the whole."""
+    """Return begin and width of each part of a bar, in percent of the whole."""
     whole, begin, found = sum(values) or 1.0, 0.0, []
     for value in values:
         width = 100 * value / whole
@@ -165,14 +179,17 @@ def spans(values: list[float]) -> list[tuple[float, float]]:
 
 
 def url(path: str, **query: str | int) -> str:
-    """Return an address without empty fields. Names from outside are in its query alone."""
+    """Return an address with the query's fields that are not empty.
+
+    Names from outside are in its query alone.
+    """
     asked = {name: value for name, value in query.items() if value not in ("", None)}
     return f"{path}?{urlencode(asked, errors='replace')}" if asked else path
 
 
 @cache
 def assets() -> Mapping[str, tuple[bytes, str]]:
-    """Return the static files: bytes and content type by name."""
+    """Return the static files as (bytes, content type) by name; the result is cached."""
     folder = resources.files(__package__) / "static"
     return {
         each.name: (each.read_bytes(), TYPES[each.name.rpartition(".")[2]])
@@ -183,13 +200,17 @@ def assets() -> Mapping[str, tuple[bytes, str]]:
 
 @cache
 def asset(name: str) -> str:
-    """Return an asset's address, another one for other bytes: browsers may keep it for long."""
+    """Return a static file's address, which has a digest of its bytes so that browsers may keep
+    it.
+    """
     return f"/static/{name}?v={hashlib.blake2b(assets()[name][0], digest_size=6).hexdigest()}"
 
 
 @cache
 def environment() -> jinja2.Environment:
-    """Return the environment of the templates, with figures' texts as filters."""
+    """Return the Jinja environment of the templates, with the figures' formats as filters;
+    cached.
+    """
     made = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "templates"),
         autoescape=True,
@@ -210,7 +231,7 @@ def environment() -> jinja2.Environment:
 
 
 def size(count: float | None) -> str:
-    """Return bytes: `38.0 GiB`."""
+    """Return bytes as text: `38.0 GiB`; `no data` for None."""
     if count is None:
         return NO_DATA
     power = 0
@@ -220,17 +241,17 @@ def size(count: float | None) -> str:
 
 
 def share(part: float | None) -> str:
-    """Return a share: `61%`."""
+    """Return a share as text: `61%`; `no data` for None."""
     return NO_DATA if part is None else f"{part:.0%}"
 
 
 def count(number: float | None) -> str:
-    """Return a number with a space between thousands."""
+    """Return a number as text, with a space between thousands; `no data` for None."""
     return NO_DATA if number is None else f"{number:,.0f}".replace(",", " ")
 
 
 def latency(seconds: float | None) -> str:
-    """Return a latency, below a second in milliseconds: `420 ms`, `1.30 s`."""
+    """Return a latency as text: `420 ms`, `1.30 s`; `no data` for None."""
     if seconds is None:
         return NO_DATA
     if seconds < 0.01:
@@ -239,7 +260,7 @@ def latency(seconds: float | None) -> str:
 
 
 def span(seconds: float | None) -> str:
-    """Return a duration: `3 s`, `5 min`, `2.1 h`, `4.0 d`."""
+    """Return a duration as text: `3 s`, `5 min`, `2.1 h`, `4.0 d`; `no data` for None."""
     if seconds is None:
         return NO_DATA
     for least, unit, each in ((172_800.0, "d", 86_400.0), (7_200.0, "h", 3_600.0)):
@@ -249,10 +270,10 @@ def span(seconds: float | None) -> str:
 
 
 def clock(at_s: float) -> str:
-    """Return a Unix time as a time of day: `11:35:02`."""
+    """Return a Unix time as a time of day in UTC: `11:35:02`."""
     return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%H:%M:%S}"
 
 
 def day(at_s: float) -> str:
-    """Return a Unix time: `2026-11-23 11:35:02 UTC`."""
+    """Return a Unix time as text: `2026-11-23 11:35:02 UTC`."""
     return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%Y-%m-%d %H:%M:%S} UTC"

@@ -42,12 +42,16 @@ UNKNOWN = Cell(NO_DATA, "quiet")
 
 Query = Mapping[str, str]
 Content = tuple[str, str, dict[str, Any]]
-"""Template, title, and what the template is given besides the model."""
+"""Template's name, page's title, and the template's variables besides the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListPart:
-    """A part of a long list, and the addresses of the parts beside it ("" for none)."""
+    """Part of a long list that one page shows; before, after: addresses of the parts beside it.
+
+    label: noun for the items. position: `1 to 50 of 120 nodes`. An address is "" if there is no
+    such part.
+    """
 
     items: Sequence[Any]
     label: str
@@ -57,7 +61,7 @@ class ListPart:
 
 
 def page_at(model: Model, path: str, query: Query, cluster: str = "") -> Page | None:
-    """Return the page of an address; None where there is none."""
+    """Return the rendered page of an address, None if there is no such page."""
     maker = _PAGES.get(path)
     if maker is None:
         return None
@@ -72,7 +76,7 @@ def page_at(model: Model, path: str, query: Query, cluster: str = "") -> Page | 
 
 
 def series_at(model: Model, query: Query) -> dict[str, object] | None:
-    """Return points of the fleet's charts or of a node's; None for an unknown node."""
+    """Return the points of the fleet's charts, or of a node's; None for an unknown node."""
     name = query.get("node", "")
     if not name:
         times, (kv_bytes, tok_s, late, _) = model.history.fleet()
@@ -225,7 +229,7 @@ def _part(path: str, query: Query, items: Sequence[Any], label: str) -> ListPart
 
 
 def mode_of(model: Model) -> Cell:
-    """Return the cluster's mode in a sentence."""
+    """Return a cell that says in a sentence what is lent now, or who leads instead."""
     look = model.look
     if look.observed is None:
         if look.leader and look.leader != look.me:
@@ -241,7 +245,7 @@ def mode_of(model: Model) -> Cell:
 
 
 def of_target(measured_s: float, target_s: float, host: pb.HostTelemetry) -> Cell:
-    """Return a latency with its target: `420 ms / 500 ms`."""
+    """Return a cell with a latency and its target: `420 ms / 500 ms`."""
     if not host.window_requests:
         return UNKNOWN
     text = f"{latency(measured_s)} / {latency(target_s) if target_s else 'none'}"
@@ -253,19 +257,22 @@ def of_target(measured_s: float, target_s: float, host: pb.HostTelemetry) -> Cel
 
 
 def state_cell(state: str, number: int) -> Cell:
-    """Return the number of nodes in a state, with a link to them."""
+    """Return a cell with the number of nodes in a state, which links to them."""
     return Cell(count(number), STATES[state], url("/nodes", state=state), value=float(number))
 
 
 def burn(rate: float | None) -> Cell:
-    """Return a burn rate of an SLO budget."""
+    """Return a cell with the burn rate of an SLO budget."""
     if rate is None:
         return Cell("too few requests to say", "quiet")
     return Cell(f"{rate:.2f}", "bad" if rate > 1 else "good")
 
 
 def empty_in(left: float | None, rate: float | None) -> str:
-    """Return when a budget is spent at this burn rate."""
+    """Return the time until an SLO budget is spent at this burn rate, as text.
+
+    left: remaining share of the 30 days' budget.
+    """
     if left is None or rate is None:
         return NO_DATA
     if left <= 0:
@@ -274,14 +281,16 @@ def empty_in(left: float | None, rate: float | None) -> str:
 
 
 def missed(spent: RequestCounts) -> str:
-    """Return the share of requests that missed a target."""
+    """Return the share of requests that missed a target, as text."""
     if spent.missed is None:
         return "no requests"
     return f"{spent.missed:.2%} of {count(spent.good + spent.bad)}"
 
 
 def strip(behind: Mapping[int, int]) -> str:
-    """Return replicas by the number of versions they are behind: `3 at newest, 1 at -1`."""
+    """Return replicas by the number of versions they are behind, as text: `3 at newest, 1 at
+    -1`.
+    """
     parts = [
         f"{number} at {'other weights' if lag < 0 else 'newest' if not lag else f'-{lag}'}"
         for lag, number in sorted(behind.items())
@@ -290,12 +299,12 @@ def strip(behind: Mapping[int, int]) -> str:
 
 
 def gib(number: float | None) -> float | None:
-    """Return bytes in GiB, for a chart."""
+    """Return bytes as GiB for a chart, None for None."""
     return None if number is None else round(number / GIB, 3)
 
 
 def sparse(times: Sequence[float | None]) -> list[int]:
-    """Return the places of some points of all, newest first."""
+    """Return the indices of a few evenly spaced points out of all, newest first."""
     return list(range(len(times) - 1, -1, -max(1, -(-len(times) // FIGURES))))
 
 

@@ -59,14 +59,14 @@ REALM: Final = 'Basic realm="ROSE dashboard", charset="UTF-8"'
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings:
-    """Settings of the dashboard's port. token_file: file of the readers' token."""
+    """Port and host of the dashboard. token_file: file of the secret that readers must show."""
 
     port: int
     host: str = "127.0.0.1"
     token_file: Path | None = None
 
     def check(self, certificates: CertificateFiles | None, *, insecure: bool) -> None:
-        """Raise ConfigError for what would be open to the network, or cannot be served."""
+        """Raise ConfigError for an invalid port, or one open to the network without `insecure`."""
         if not 0 < self.port < 1 << 16:
             raise ConfigError(f"dashboard port {self.port} does not exist; give 1 to 65535")
         if certificates is None:
@@ -75,7 +75,7 @@ class DashboardSettings:
 
 
 def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
-    """Add the dashboard's options; `taken_dashboard` reads them."""
+    """Add the dashboard's options to a parser; `taken_dashboard` reads them."""
     group = parser.add_argument_group("dashboard", "pages for a browser; they change nothing")
     group.add_argument(
         "--dashboard-port",
@@ -99,7 +99,9 @@ def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
 
 
 def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:
-    """Return the dashboard's settings, None without a port. Raises ConfigError."""
+    """Return the dashboard's settings in parsed options, None without a port. Raises
+    ConfigError.
+    """
     if args.dashboard_port is None:
         if args.dashboard_token_file is not None:
             raise ConfigError("--dashboard-token-file is of a dashboard; give --dashboard-port")
@@ -108,15 +110,15 @@ def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:
 
 
 class DashboardToken:
-    """A secret in a file, which is read again at each call: it may be replaced."""
+    """Secret in a file, which is read again at each check, so that it may be replaced."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file without a usable token."""
+        """Raise ConfigError for a file without a usable token."""
         self._path = path
         self._read()
 
     def has(self, shown: str) -> bool:
-        """Return True if `shown` is the token; False while the file is missing or empty."""
+        """Return True if `shown` is the token; False while the file has no usable token."""
         try:
             return hmac.compare_digest(self._read(), shown.encode("utf-8", "replace"))
         except ConfigError:
@@ -140,7 +142,7 @@ class DashboardToken:
 
 
 class Access:
-    """Says who may read. tls: whether the port speaks TLS."""
+    """Check of who may read the dashboard. tls: True if its port speaks TLS."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class Access:
         self._clock = clock
 
     def check(self, request: web.Request) -> None:
-        """Raise the HTTP answer of who may not."""
+        """Raise an HTTP error, 401 or 421, if the requester may not read the dashboard."""
         # A page of elsewhere may have its name lead to this machine's loopback.
         if self._local and not is_loopback(_host_of(request)):
             raise web.HTTPMisdirectedRequest(
@@ -212,7 +214,7 @@ def _host_of(request: web.Request) -> str:
 
 
 class DashboardServer:
-    """Serves the pages of a `Watch`. Start it once, and close it."""
+    """HTTP server of the pages of a `Watch`. Start it once, and close it."""
 
     def __init__(
         self,
@@ -220,7 +222,7 @@ class DashboardServer:
         settings: DashboardSettings,
         certificates: CertificateFiles | None = None,
     ) -> None:
-        """Raises ConfigError for a token file without a token."""
+        """Prepare the server. Raises ConfigError for a token file without a usable token."""
         self._watch = watch
         self._settings = settings
         self._certificates = certificates
@@ -230,7 +232,7 @@ class DashboardServer:
         self._streams: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Bind the port. ConfigError when it is taken."""
+        """Bind the port and serve until `close`. Raises ConfigError if the port is taken."""
         app = web.Application(middlewares=[self._guarded])
         routes = dict.fromkeys(PATHS, self._page)
         routes |= {"/series": self._series, "/static/{name}": self._static}
@@ -251,7 +253,7 @@ class DashboardServer:
         self._listening = port
 
     async def close(self) -> None:
-        """Stop answering."""
+        """Stop the server and end all streams."""
         if self._listening is not None:
             await self._listening.close()
             self._listening = None
@@ -260,7 +262,9 @@ class DashboardServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse readers without access; every reply has the security headers."""
+        """Return the handler's reply with security headers, or an error to readers without
+        access.
+        """
         try:
             self._access.check(request)
             response = await handler(request)
@@ -338,7 +342,7 @@ async def _written(response: web.StreamResponse, message: bytes) -> None:
 
 
 def _asked(at: str) -> tuple[str, Mapping[str, str]]:
-    """Path and query of an address that a page says of itself."""
+    """Return path and query of the address that a page gives as its own, "" for an invalid one."""
     try:
         parts = urlsplit(at[:MAX_AT_CHARS])
         query = parse_qsl(parts.query, max_num_fields=16, errors="replace")

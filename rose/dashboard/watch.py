@@ -37,18 +37,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LeaderInfo:
-    """Addresses of the leader ("" while unknown) and of this process (`me`)."""
+    """Addresses of the leading scheduler ("" while unknown) and of this process (`me`)."""
 
     leader: str
     me: str
 
 
 class BusyError(Exception):
-    """More is asked than this process can spare time for."""
+    """Error of a request for a page when too many pages are made or watched already."""
 
 
 class Watch:
-    """All state of the dashboard of one process. Use it on the loop of the service."""
+    """State of a process's dashboard: takes snapshots, keeps history, makes pages and messages.
+
+    Use it on the event loop of the service; pages are made in one thread beside it.
+    """
 
     def __init__(
         self,
@@ -80,15 +83,20 @@ class Watch:
 
     @property
     def viewers(self) -> int:
-        """Streams that are open."""
+        """Number of pages that are watched now."""
         return self._viewers
 
     def poke(self) -> None:
-        """Something changed that is to be shown at once; on the loop."""
+        """Ask for a snapshot at once, because something to show changed; call it on the event
+        loop.
+        """
         self._poked.set()
 
     def telling(self, sink: AuditSink) -> AuditSink:
-        """Return a sink of decisions that also feeds this journal (on the loop)."""
+        """Return an audit sink that feeds the given sink and the dashboard's journal.
+
+        Call the returned function on the event loop.
+        """
 
         def tell(event: str, fields: dict[str, object], by: str) -> None:
             sink(event, fields, by)
@@ -98,7 +106,7 @@ class Watch:
         return tell
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Take a snapshot each second while a page is watched, else every two, until cancelled."""
         while True:
             await self.look()
             period_s = WATCHED_S if self._viewers else SAMPLE_S
@@ -111,7 +119,7 @@ class Watch:
             self._poked.clear()
 
     async def look(self) -> None:
-        """Take a look, and tell all viewers."""
+        """Take a snapshot of the service, add it to the history, and wake all viewers."""
         async with self._looking:
             now_s = self._clock_s()
             look, service = self._taken(now_s), self._service()
@@ -127,21 +135,28 @@ class Watch:
             self._news.notify_all()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread that makes pages."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def page(self, path: str, query: Mapping[str, str]) -> str | None:
-        """HTML of an address, None where there is no page. BusyError."""
+        """Return the HTML of an address, None if there is no such page. Raises BusyError."""
         page = await self._bounded(partial(self._page, await self._fresh(), path, query))
         return None if page is None else page.html
 
     async def series(self, query: Mapping[str, str]) -> dict[str, object] | None:
-        """Return points of charts, None for an unknown node. BusyError."""
+        """Return the points of the charts of the fleet or a node, None for an unknown node.
+
+        Raises BusyError.
+        """
         model = await self._fresh()
         return await self._bounded(lambda: series_at(model, query))
 
     async def messages(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[bytes]:
-        """Messages for a viewer of an address, one a look. BusyError for one viewer too many."""
+        """Yield a server-sent message with the changed cells of an address after each snapshot.
+
+        It never ends until closed, unless there is no such page. Raises BusyError for more than 32
+        viewers.
+        """
         if self._viewers >= MOST_VIEWERS:
             raise BusyError(f"{MOST_VIEWERS} pages are watched; close one")
         self._viewers += 1
@@ -185,7 +200,7 @@ class Watch:
     def _update(
         self, model: Model, path: str, query: Mapping[str, str], before: Mapping[str, Cell]
     ) -> tuple[bytes, Mapping[str, Cell]] | None:
-        """Return a message for a viewer and its cells afterwards; None without such a page."""
+        """Return a message for a viewer and its cells afterwards; None if there is no such page."""
         page = self._page(model, path, query)
         return None if page is None else (message_of(page, before, model.look.at_s), page.cells)
 
@@ -194,13 +209,13 @@ class Watch:
         return self._model
 
     async def _fresh(self) -> Model:
-        """Return the newest model, of a moment ago at most."""
+        """Return the newest model, after taking a snapshot if it is older than a second."""
         if self._model is None or self._clock_s() > self._made_s + WATCHED_S:
             await self.look()
         return self._known()
 
     def _page(self, model: Model, path: str, query: Mapping[str, str]) -> Page | None:
-        """Return the page as of a look, made once for all who ask for it (in the thread)."""
+        """Return the page of an address, None if there is none, cached until the next snapshot."""
         if self._paged is not model:
             self._paged, self._pages = model, {}
         key = path, *sorted(query.items())

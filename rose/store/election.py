@@ -161,7 +161,10 @@ class AskLease:
 
 @dataclass(frozen=True, slots=True)
 class Campaign:
-    """Action of the election: write the key `leader` under the lease if the key is absent."""
+    """Action of the election: write the key `leader` under the lease if the key is absent.
+
+    The event `CampaignEnded` or `CallFailed` follows.
+    """
 
     lease: int
 

@@ -223,8 +223,8 @@ class EtcdLink:
         """Return the reply of one endpoint, asked once; if it does not answer the next attempt asks
         another.
 
-        Raises `UnansweredError`, `StaleTokenError`, `NoLeaseError`, and `ConfigError` for a
-        refusal.
+        Raises `UnansweredError`, `StaleTokenError`, `NoLeaseError`, and `ConfigError` or
+        `UnavailableError` for a refusal.
         """
         channel = self.channels[self._at]
         try:

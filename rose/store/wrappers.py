@@ -99,8 +99,8 @@ class LeadershipLostError(RefusedError):
 class FencedStore(WrappedStore):
     """Store around another whose writes succeed only while this process leads in `term`.
 
-    Others raise LeadershipLostError. on_lost: called when a write is refused, or `leads` returns
-    False; nothing is written after that.
+    Writes after that raise LeadershipLostError. on_lost: called when a write is refused, or `leads`
+    returns False.
     """
 
     def __init__(
