@@ -114,7 +114,9 @@ class BudgetHold:
             del self._hosts[node]
 
     def status(self) -> dict[str, str]:
-        """Return the reason of each held node: its own burn rate, or its deployment's hold."""
+        """Return, by node name, why each held node is held: its own burn rate, or its
+        deployment's.
+        """
         own = {node: host.held for node, host in self._hosts.items() if host.held is not None}
         by_deployment = {
             node: self._deployments[name]
@@ -276,7 +278,7 @@ class BusyHold:
         self._loads.pop(node, None)
 
     def status(self) -> dict[str, str]:
-        """Return the reason of each held node."""
+        """Return the reason why each held node's host is too busy, by node name."""
         return {node: load.held for node, load in self._loads.items() if load.held is not None}
 
     def share(self, node: str) -> float | None:

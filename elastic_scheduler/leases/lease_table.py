@@ -37,7 +37,7 @@ from enum import StrEnum
 from elastic_scheduler.errors import LeaseError, LeaseHeld, StaleEpoch
 
 # An offer comes from another process. These bounds are beyond any real figure, and far enough below
-# those of doubles, sums and messages: no figure within them can break a computation.
+# the limits of doubles, sums and messages: no figure within them can break a computation.
 MAX_EPOCH = 2**53
 MAX_VERSION = 2**53
 MAX_KV_TOKENS = 2**40
@@ -194,7 +194,7 @@ class LeaseTable:
         self._none_over_until_s = math.inf
 
     def epochs(self) -> dict[str, int]:
-        """Return the newest epoch of every replica, used or reserved, for a store."""
+        """Return the newest lease epoch by replica, used or only reserved, to be stored."""
         return self._epochs | self._reserved
 
     def leases(self) -> tuple[Lease, ...]:

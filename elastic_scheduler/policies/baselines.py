@@ -51,7 +51,7 @@ class _WithoutLearning:
 
 
 class FixedPolicy(_WithoutLearning):
-    """A fixed pool: every dedicated replica is leased and kept, no guest ever is.
+    """Leasing policy of a fixed pool: dedicated replicas are leased and kept, guests never are.
 
     Source: the usual set-up of RL frameworks (verl, OpenRLHF, slime), whose rollout engines are
     started with the job; the resource-fixed baseline of the ROSE paper (arXiv 2605.06534).
@@ -81,7 +81,7 @@ class SpotPolicy(_WithoutLearning):
 
 
 class PaperPolicy(_WithoutLearning):
-    """Opportunistic guests on top of dedicated replicas, grown only between RL steps.
+    """Leasing policy that adds guests to dedicated replicas, but none after a revocation in a step.
 
     Source: the ROSE paper (arXiv 2605.06534) as far as this project's design restates it: rollouts
     go to dedicated and to opportunistic serving GPUs; when a host's pressure takes memory or a GPU
@@ -120,7 +120,7 @@ class PaperPolicy(_WithoutLearning):
 
 
 class ServerlessPolicy(_WithoutLearning):
-    """Autoscaling: guests for the turns in flight at 70% of their places; none when idle.
+    """Autoscaling policy: leases guests for the turns in flight at 70% of places, none when idle.
 
     Source: Knative's pod autoscaler (target utilisation 70%, stable window 60 s), which serverless
     inference systems scale by. Grows at once; shrinks to the most that the last window needed, so

@@ -148,7 +148,7 @@ class Supply:
     places: float = 0.0
 
     def plus(self, offer: Offer) -> "Supply":
-        """Return the sum with one more replica."""
+        """Return the sum over these replicas and one more."""
         return Supply(
             self.count + 1,
             self.decode_tok_s + (offer.decode_tok_s or UNKNOWN_DECODE_TOK_S),
@@ -156,7 +156,9 @@ class Supply:
         )
 
     def minus(self, offer: Offer) -> "Supply":
-        """Return the sum without one of its replicas; exactly zero without the last one."""
+        """Return the sum over these replicas without one of them; exactly zero without the last
+        one.
+        """
         if self.count <= 1:
             return Supply()
         return Supply(

@@ -269,7 +269,7 @@ class StalenessAdmission:
         return min(self.published, self._bound.oldest(trained_at))
 
     def _must_wait(self, taken: list[int]) -> bool:
-        """Return True if a running kept group would be late for a step without it."""
+        """Return True if a running kept group would be too old after a step without it."""
         left = sorted(
             (self._oldest(entry) + self._bound.max_versions, entry.ready)
             for name, entry in self._groups.items()

@@ -132,7 +132,7 @@ class LengthPredictor:
         self._means: OrderedDict[tuple[str, ...], tuple[int, float]] = OrderedDict()
 
     def observe(self, job: str, session: str, group: str, tokens: int) -> None:
-        """Record a finished turn with `tokens` of output."""
+        """Record the output length, in tokens, of a finished turn."""
         window = self._jobs.get(job)
         if window is None:
             window = self._jobs[job] = QuantileWindow(JOB_SAMPLES)

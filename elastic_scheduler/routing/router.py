@@ -92,7 +92,7 @@ class ReplicaClass:
         self.floor_s = 0.0
 
     def flip(self, number: int) -> None:
-        """Record that bucket `number` got its first replica, or lost its last one."""
+        """Record that the bucket with this number got its first replica, or lost its last one."""
         self.mask ^= 1 << number
         self.floor_s = _FLOOR_S[(self.mask & -self.mask).bit_length() - 1]
 

@@ -4,8 +4,8 @@
       every 2 s  ──► changes of guests' modes, with reasons ──► the newest of each node
                  ──► requests and misses, with and without a guest ──► minutes of six hours
 
-Bounded by the nodes that may attach: 7 kB each. It begins anew with each term; what has to be known
-for longer is Prometheus's.
+Bounded by the nodes that may attach: 7 kB each. The history begins anew with each term;
+Prometheus keeps figures for longer.
 """
 
 from collections import deque
@@ -95,12 +95,14 @@ class RequestCounts:
         return self.bad / (self.good + self.bad) if self.good + self.bad else None
 
     def plus(self, good: int, bad: int) -> "RequestCounts":
-        """Return the counts with more requests added."""
+        """Return these counts with more requests added."""
         return RequestCounts(self.good + good, self.bad + bad)
 
 
 class RequestLedger:
-    """Requests of one deployment by minute, apart for hosts with a leased guest and without."""
+    """Counts of one deployment's requests by minute, apart for hosts with and without a leased
+    guest.
+    """
 
     def __init__(self) -> None:
         self.objective = OBJECTIVE

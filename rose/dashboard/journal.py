@@ -1,7 +1,7 @@
-"""The newest decisions of this process, and by whose call they came.
+"""Journal: the newest decisions of this process, with their callers.
 
-Fed with what the audit log gets. Leases come and go by the thousand, so they are kept apart from
-what operators, policies and nodes did: neither kind pushes the other out.
+It gets the audit log's records. Leases begin and end by the thousand, so they are kept apart from
+other decisions: neither kind pushes the other out.
 """
 
 import threading
@@ -82,7 +82,10 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class JournalContent:
-    """Content of the journal at one moment, newest first; minutes: lease events by minute."""
+    """Records of the journal at one moment: decisions and lease events, newest first.
+
+    minutes: number of lease events of each kind, for each of the last ten minutes.
+    """
 
     decisions: tuple[JournalEntry, ...] = ()
     leases: tuple[JournalEntry, ...] = ()
@@ -123,6 +126,7 @@ class Journal:
         return decision.is_act
 
     def read(self, now_s: float) -> JournalContent:
+        """Return all records, with counts of lease events in the ten minutes until `now_s`."""
         first = int(now_s // MINUTE_S) - MINUTES
         with self._lock:
             return JournalContent(

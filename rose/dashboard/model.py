@@ -1,6 +1,6 @@
 """Read model of the dashboard: each node's state in one word, sums of the fleet, what comes first.
 
-Made of one look, anew for each. Panels choose what to show of it and decide nothing.
+A model is made anew for each snapshot. Panels choose what to show of it and decide nothing.
 """
 
 from collections import Counter

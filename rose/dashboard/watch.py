@@ -1,6 +1,6 @@
-"""Watch over a scheduler process: looks, keeps history, renders pages and messages in one thread.
+"""Watch of a scheduler process: takes snapshots, keeps history, renders pages and messages.
 
-    each second while anybody watches, else every two ──► look, on the loop ──► sample, beside it
+    each second while a page is watched, else every two ──► look, on the loop ──► sample, beside it
     a change of what may be lent ──► a look at once
     look ──► each viewer: what of its page changed since it was told last
 
@@ -72,7 +72,7 @@ class Watch:
         self._made_s = 0.0
         self._budget_left: Mapping[str, float] = {}
         self._budgeted_s: float | None = None
-        # Pages of one look, by address: what readers of one page share.
+        # Pages of one snapshot, by address, which readers of one page share.
         self._paged: Model | None = None
         self._pages: dict[tuple[object, ...], Page | None] = {}
         self._news = asyncio.Condition()
@@ -124,7 +124,7 @@ class Watch:
             now_s = self._clock_s()
             look, service = self._taken(now_s), self._service()
             if service is not self._served:
-                # Another term: what was before is of another time.
+                # A new term begins with an empty history.
                 self._served, self._history = service, History()
             history = self._history
             observed = look.observed
@@ -222,7 +222,7 @@ class Watch:
         if key in self._pages:
             return self._pages[key]
         page = page_at(model, path, query, self._cluster)
-        # An address is anybody's to make up: others than the first are made each time.
+        # Readers can make up addresses without end: beyond the first ones pages are not kept.
         if len(self._pages) < MOST_PAGES:
             self._pages[key] = page
         return page

@@ -4,7 +4,7 @@
                              jobs with their runs
 
 Names and units of its fields are those of `-o json`, and part of what scripts rely on: fields are
-added, and never change their meaning. A figure that nobody said is None, never 0.
+added, and never change their meaning. An unknown figure is None, never 0.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,11 +1,11 @@
-"""A stop and its proof: who confirmed it, whose guests are measured to be gone, who says nothing.
+"""Proof of a stop: nodes that confirmed it, guests measured to be gone, nodes that are silent.
 
     stop set ──► each node: told, confirms (held)          ──► its guests hand turns back and end
              ──► each guest: measured to hold and do nothing (gone)
 
-No IO: `proof_of` judges one look at the fleet; whoever takes looks does so until `settled`, or a
-deadline. A node that nobody can ask proves nothing, and lends nothing either once it has heard no
-scheduler for `staleAfter`: it is named, and so is where to measure it.
+No IO: `proof_of` judges one look at the fleet; its caller takes looks until `settled`, or a
+deadline. A silent node proves nothing, and lends nothing either once it has heard no scheduler for
+`staleAfter`: the report names the node, and the command that measures it there.
 """
 
 from collections.abc import Iterable

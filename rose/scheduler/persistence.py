@@ -12,7 +12,7 @@
 | `versions/{job}/{version, 20 digits}` | {"job", "version", "parent", "url", "run"} |
 
 The keys `leader` and `fence` are the election's (`rose.store`); `restoring` is there while a backup
-is written back (`rose.scheduler.restore`), and nobody starts from what is half of one.
+is written back (`rose.scheduler.restore`): no scheduler starts from an unfinished restore.
 
 `StoreWriter` makes one write at a time, tried until it is durable.
 

@@ -88,7 +88,7 @@ async def take_backup(store: Store, taken_s: float | None = None) -> Backup:
     entries = without(listing.entries, (LEADER, FENCE))
     if not entries:
         raise ConfigError("the store is empty; give the --store that the scheduler has")
-    # Now, and not when it is needed, is the time to hear that nobody could start from it.
+    # A store from which no scheduler could start is refused now, not when the backup is needed.
     load(entries)
     when_s = time.time() if taken_s is None else taken_s
     return Backup(entries, listing.revision, when_s, _release())
@@ -157,8 +157,8 @@ async def restore(
                 " all of it with --replace"
             )
         new = {each.key: each for each in restored(backup.entries, there, when_s)}
-        # First of all: what is there may have greater epochs and a stricter stop than the backup,
-        # and is to go. Whoever begins this restore again finds them.
+        # First of all: the old entries may have greater epochs and a stricter stop than the
+        # backup, and are deleted below. A second try of this restore must still see them.
         first = (Put(RESTORING, b"{}"), new.pop(EPOCH_FLOOR), new.pop(STOP))
         await fenced.txn((), first)
         done = {each.key for each in first}

@@ -1,7 +1,7 @@
 """The gRPC shell of the core: streams in, streams out, one step at a time.
 
-A peer that sends what means nothing ends its own stream or call, with a line for it and an event.
-Whatever else breaks while something is handled ends no more than that, and never the process.
+An invalid message ends its peer's own stream or call, with one line as the reason and an event. Any
+other error ends the stream or call that was being handled, and never the process.
 
 `LeaderHandlers` answers by the service of the term that this process leads. As a standby it answers
 every call UNAVAILABLE, with the trailing metadata `rose-leader: HOST:PORT` (empty while it knows of
@@ -582,7 +582,7 @@ class SchedulerService(SchedulerServicer):
             event = wire.asked(request)
             if not isinstance(event, StoredEvent):
                 return self._step(event) or 0
-            # Not cancelled with its caller: what is half written must come to its end.
+            # Not cancelled with its caller: a write that has begun must come to its end.
             value = await asyncio.wait_for(asyncio.shield(self._begin(event)), self._answer_s)
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
             await self._refuse(error, call.removesuffix("Request"), context)

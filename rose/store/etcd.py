@@ -217,6 +217,7 @@ class EtcdLink:
 
     @staticmethod
     def pause_s(attempt: int) -> float:
+        """Return the seconds to wait after attempt number `attempt`, from 0.05 up to 0.5."""
         return min(FIRST_PAUSE_S * 2.0 ** min(attempt, 8), MAX_PAUSE_S)
 
     async def attempt(self, ask: Ask[T], timeout_s: float = TIMEOUT_S) -> T:

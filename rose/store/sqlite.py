@@ -54,9 +54,9 @@ MAX_LEASES = 256
 # A process that was stopped while it held the lock is waited for so long.
 LOCK_S = 1.0
 _PAUSE_S = 0.001
-# A write that meets somebody's lock waits for so long, and then says so.
+# A write that meets another process's lock waits for so long, and then fails.
 BUSY_TIMEOUT_S = 2.0
-# Nobody is served before the store is open, so that may wait for longer.
+# No call is served before the store is open, so opening may wait for longer.
 OPEN_TIMEOUT_S = 10.0
 BUSY_PAUSE_S = 0.01
 POLL_S = 0.1
@@ -215,7 +215,7 @@ class SqliteStore(TxnStore):
                 f"store {path} cannot be opened ({error}); give --store a writable file of ROSE"
             ) from error
         self._thread = ThreadPoolExecutor(1, "rose-store")
-        # Leases are renewed while a write waits for somebody's lock.
+        # Leases are renewed while a write waits for another process's lock.
         self._lease_thread = ThreadPoolExecutor(1, "rose-leases")
         self._closed = False
 

@@ -6,8 +6,8 @@ Where no policy is in force nothing is lent. One named `cli`, which lends everyt
 a mode on the scheduler's command line, and put in force by `rose harvest active`; beside policies
 of an operator the strictest wins, as ever.
 
-A policy that an object of Kubernetes says is changed by that object alone. While nobody knows what
-its object says now, the policy holds for `staleAfter`, and then its nodes are held.
+A policy of a Kubernetes object is changed by that object alone. While the API server does not
+answer, the policy stays in force for `staleAfter`, and then its nodes are held.
 """
 
 import json
@@ -88,7 +88,7 @@ class CapacityBook:
             HarvestModes(stop, saved.overrides), policies.values(), saved.halted
         )
         self._told: dict[int, object] = {}
-        # Counts what nodes are told; and stops, each of which every node confirms anew.
+        # Number of orders sent to nodes; and of stops, each of which every node confirms anew.
         self._orders = self._stops = 0
         self._kv_share: dict[str, float] = {}
         self._advice = AdviceBook()

@@ -1,9 +1,9 @@
 """Demand of the jobs, as the gateways report it.
 
-Gateways say what is: turns, the tokens that these turns still owe, and how fast tokens come. An
-agent's next turn begins when the last one ended, so what turns in flight owe is a small part of a
-job's work. How much follows them nobody knows: work that has gone on for t seconds is expected to
-go on for t more, at the rate at which it goes. Pauses shorter than `PAUSE_S`, as trainers make
+Gateways report turns, the tokens that these turns still owe, and the present rate of tokens. An
+agent's next turn begins when the last one ended, so the tokens that turns in flight owe are a small
+part of a job's work. The rest is unknown: work that has gone on for t seconds is expected to go on
+for t more, at its present rate. Pauses shorter than `PAUSE_S`, as trainers make
 between rounds of rollouts, do not end it.
 """
 

@@ -1,6 +1,6 @@
 """Fleet: attached nodes with their latest reports, health of replicas, and relays of each cluster.
 
-A node's word is void once its stream is over. `HealthBook` follows the health of every offered
+A node's reports are void once its stream has ended. `HealthBook` has the health of every offered
 replica. `Relays` tells each node, when that changes, which nodes of its cluster relay weights.
 """
 
@@ -60,7 +60,7 @@ class HealthBook:
             before = health.state
             health.set_bound(bound)
             foreign = job is not None and not holds(offer, job)
-            # Weights of a run that another one has replaced are nobody's to sample from.
+            # No turn may sample from weights of a run that another one has replaced.
             foreign |= offer.policy_version < chain.first
             held = offer.policy_version
             if not chain.latest and held <= chain.used:
@@ -193,7 +193,7 @@ class FleetBook:
 
     @property
     def nodes(self) -> list[NodeView]:
-        """All attached nodes."""
+        """Views of all attached nodes, in the order in which they attached."""
         return list(self._nodes.values())
 
     def attach(self, event: Attached, now_s: float) -> None:
@@ -299,7 +299,7 @@ class FleetBook:
         """
         if self._live is None or now_s >= self._live_until_s:
             live: list[Offer] = []
-            # Whoever reports meanwhile lives longer: until then nothing runs out.
+            # A node that reports meanwhile extends its offers: until then none expires.
             until_s = math.inf
             for view in self._nodes.values():
                 for offer in view.offers.values():
@@ -337,7 +337,7 @@ class Relays:
         return self._tell(nodes(), now_s)
 
     def _tell(self, nodes: Sequence[NodeView], now_s: float) -> list[Command]:
-        # Until the first of them may have fallen silent, or somebody says `changed`.
+        # Until the first of them may have fallen silent, or `changed` is called.
         heard_s = [view.heard_s for view in nodes if now_s < view.heard_s + LAPSED_S]
         self._until_s = min(heard_s, default=math.inf) + LAPSED_S
         live: dict[str, list[str]] = {}

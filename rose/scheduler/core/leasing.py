@@ -61,7 +61,7 @@ SETTLE_S = 5.0
 BROKEN_PAUSE_S = 30.0
 # A fleet of so many replicas is regulated whole, and its table made, at every event.
 SMALL_FLEET = 64
-# A larger one no more often than this: what happens meanwhile is news for the next time. Leases
+# A larger one no more often than this: events meanwhile are news for the next time. Leases
 # expire, end and are granted at every event all the same, and are renewed nearly so.
 PACE_S = 0.25
 RENEW_PACE_S = 0.25
@@ -117,7 +117,7 @@ class Leasing:
         self._demand = demand
         self._policy = policy or make_policy("rose")
         self._log: ReasonLog[Reason] = ReasonLog()
-        # Since when a lease lives, and its replica's newest offer: what a policy goes by.
+        # Time at which each lease began, and its replica's newest offer: input of the policy.
         self._holdings: dict[str, Holding] = {}
         self._helped_s: dict[str, float] = {}
         self._switched: dict[str, int] = {}
@@ -130,7 +130,7 @@ class Leasing:
         self._not_before_s: dict[str, float] = {}
         self._promises: dict[str, _Promise] = {}
         self._durable: list[str] = []
-        # Since `_regulated_s`, and what may be renewed until the next time.
+        # News since `_regulated_s`, and the leases that may be renewed until the next time.
         self._news = True
         self._seen = (0, 0)
         self._regulated_s = -math.inf

@@ -1,6 +1,6 @@
 """Limits on input from peers: fields of messages by what they may hold.
 
-No name, figure or number of things from outside is believed. Names are refused and never cut, since
+Names, figures and counts from outside are checked. Invalid names are refused and never cut, since
 two long ones could become one; texts that only people read are cut. Every refusal is a
 `ConfigError`, the line that its peer gets. A type below names its check, which
 `rose.scheduler.wire` calls with the value and with the words that name it.

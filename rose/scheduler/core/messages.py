@@ -300,8 +300,8 @@ class Tick:
     wall_s: float | None = None
 
 
-# Events that change what is stored: `SchedulerCore.writes` says how, and once that is durable the
-# event is carried out.
+# Events that change the store: `SchedulerCore.writes` returns their writes, and once these are
+# durable the event is carried out.
 StoredEvent = (
     JobRegistered
     | JobEnded

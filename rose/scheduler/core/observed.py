@@ -8,8 +8,8 @@
 An `Observed` never changes, so its readers may work beside the loop. It holds no protobuf rows of
 its own: a reply of a thousand nodes takes too long to be made each second.
 
-To a policy a node's word counts while it is heard within the policy's `staleAfter`. A stop is not
-done before the node has measured that nothing is left, so a node is `behind` until then.
+A policy counts a node as silent without a message within `staleAfter`. A stop is not done before
+the node has measured that nothing is left, so a node is `behind` until then.
 """
 
 from collections import Counter

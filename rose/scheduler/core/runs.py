@@ -1,4 +1,4 @@
-"""Runs of jobs: at most one trainer has a job, and whoever lost it is told by whom.
+"""Runs of jobs: at most one trainer has a job, and one that lost it is refused.
 
     begin ──► live ──(renewed each few seconds)──► live
                 │ silent for RUN_TTL_S ──► lapsed: another may begin, and if none does it goes on

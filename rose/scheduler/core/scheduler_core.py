@@ -12,10 +12,10 @@
     policy, stop  --> each node that it changes is told its mode and caps
     new leader    --> leases that nodes hold of the one before go on, under their epochs
 
-What must survive this process is durable before anybody is told. `writes` says what that is for a
-request, which is carried out once it is written. Of leases it is their epochs: a `Reserve` action
-asks for one, and the lease is granted with the `EpochReserved` that follows. Nothing else waits for
-the store, so live leases are renewed while it does not answer.
+A change that must survive this process is durable before its caller is answered: `writes` returns a
+request's writes, and the request is carried out once they are done. A lease needs its epoch stored:
+a `Reserve` action stores one, and the lease is granted at the `EpochReserved` event that follows.
+No other action waits for the store, so live leases are renewed while it does not answer.
 """
 
 import math
@@ -95,7 +95,7 @@ LEASE_GRANTED = "lease_granted"
 MAX_NAMED = 4_096
 # Complaints that are told from new ones.
 REMEMBERED = 1_024
-# Offers repeat twice a second, and whoever reaches the port can think of new mistakes for ever.
+# Offers repeat twice a second, and a peer can make new mistakes for ever.
 MOST_A_MINUTE = 60
 MINUTE_S = 60.0
 
@@ -474,7 +474,7 @@ class SchedulerCore:
         """
         if event.claim is None:
             return []
-        # Allowed when it was written: what was heard since then changes nothing any more.
+        # Allowed when it was written: renewals of another run since then change nothing.
         record = self.runs.beginning(event.job, event.claim, take_over=True)
         assert record is not None
         lost = self.runs.begin(record)

@@ -3,8 +3,8 @@
     telemetry of a node ──► its guests that are leased, each since it was heard last ──► sums
     sums ──► /metrics, and each minute what came on top ──► usage.jsonl ──► `rose usage`
 
-Time counts where a guest was leased to the same job at both looks, so that a second that began with
-one job and ended with another is nobody's, and time in which nobody was heard is not made up.
+The time between two reports counts if the guest was leased to the same job in both. Time in which a
+guest changed jobs, or in which its node sent no report, counts for no job.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +38,7 @@ class Lent:
     tokens: int = 0
 
     def plus(self, other: "Lent") -> "Lent":
-        """Return the sum of both."""
+        """Return the sum of these amounts and `other`'s."""
         return Lent(
             self.seconds + other.seconds,
             self.compute_s + other.compute_s,
@@ -47,7 +47,7 @@ class Lent:
         )
 
     def minus(self, earlier: "Lent") -> "Lent":
-        """Return this sum less an earlier one."""
+        """Return these amounts less those of an earlier sum."""
         return self.plus(
             Lent(-earlier.seconds, -earlier.compute_s, -earlier.byte_s, -earlier.tokens)
         )
