@@ -251,9 +251,10 @@ NOTHING = Lendable(0, 0.0)
 def lendable(
     would: HarvestMode, policy: EffectivePolicy, guest_bytes: int | None, busy: float | None
 ) -> Lendable:
-    """Return the memory and compute that a node lends under its verdict and policy.
+    """Return the memory and compute that a node lends under its verdict's mode and its policy.
 
-    guest_bytes: KV memory of its guests. busy: busy share of its host. None means unknown.
+    Both are 0 unless the mode is ACTIVE. guest_bytes: KV memory of its guests. busy: busy share of
+    its host. None means unknown.
     """
     if would is not HarvestMode.ACTIVE:
         return NOTHING

@@ -226,10 +226,9 @@ class CapacityGate:
             raise PolicyError(f"{MAX_POLICIES} policies are in force; delete one first")
 
     def apply(self, policy: CapacityPolicy) -> bool:
-        """Put a policy in force, or replace it, and end its canary's halt; return True if that
-        changes it.
+        """Put a policy in force, or replace it, and end its canary's halt.
 
-        Raises PolicyError as `check_room` does.
+        Returns True if that changed anything. Raises PolicyError as `check_room` does.
         """
         self.check_room(policy.name)
         same = self._policies.get(policy.name) == policy and policy.name not in self._halted
@@ -277,7 +276,7 @@ class CapacityGate:
         self._budgets.serve(node, good, bad, now_s, lends=lends, hosts=since)
 
     def watched(self, node: str, *, scraped: bool) -> None:
-        """Record if a node knows its host through /metrics alone; such a node may only advise."""
+        """Record how a node knows its host; with /metrics alone (scraped) it may only advise."""
         if scraped != (node in self._scraped):
             (self._scraped.add if scraped else self._scraped.discard)(node)
             self._changed = True
@@ -590,8 +589,9 @@ class CapacityGate:
         return mode, tuple(limit for _, limit in found)
 
     def _admit(self, facts: list[NodeFacts]) -> dict[str, tuple[Limit, ...]]:
-        """Return, by node, the caps on the number of nodes that the node is beyond; admitted ones
-        stay in.
+        """Return, by node, the caps on the number of nodes that leave the node out.
+
+        Nodes admitted before come first, then others in the order of their names' hashes.
         """
         beyond: dict[str, list[Limit]] = {}
 

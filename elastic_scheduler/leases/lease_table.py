@@ -336,7 +336,10 @@ def _refusal(replica: str, epoch: int, lease: Lease | None) -> str:
 
 
 class HarvestMode(StrEnum):
-    """Mode of lending guests, the strictest first: end, drain, hold, or lend."""
+    """Mode of lending guests, the strictest first. OFF: guests are ended.
+
+    HOLD_AND_DRAIN: their leases are released. HOLD: no new leases. ACTIVE: guests are lent.
+    """
 
     OFF = "off"
     HOLD_AND_DRAIN = "hold_and_drain"

@@ -428,9 +428,11 @@ class RosePolicy:
         self._pasts: dict[str, _Past] = {}
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Return leases to grant in the order of fair shares, and leases that save too little.
+        """Return leases to grant, in the order of fair shares, and leases to end that save too
+        little.
 
-        If there are none of either, one replica may be moved to a job with less than its share.
+        If there are none of either, one replica may be taken back for a job with less than its
+        share.
         """
         now_s = situation.now_s
         jobs = [job.cleaned() for job in situation.jobs]

@@ -274,9 +274,10 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class SampleRun:
-    """One episode: try number `attempt` at sample number `sample` of a prompt.
+    """One episode: a try at sample number `sample` of a prompt.
 
-    life: number of earlier starts of the prompt.
+    life: number of earlier starts of the prompt. attempt: number of earlier tries at this sample
+    since that start.
     """
 
     prompt: int
@@ -471,7 +472,10 @@ class RolloutBuffer(Generic[P, T]):
 
     @property
     def wanted(self) -> int:
-        """Number of prompts that could start now, if they were added; 0 after `end`."""
+        """Number of prompts that could start now, if they were added.
+
+        It is 0 after `end`, and while `trouble` has a dropped group to return.
+        """
         if self._ended or self._unseen >= self._plan.groups:
             return 0
         return self._line.wanted(self._admission.room)

@@ -359,7 +359,8 @@ class Router:
         now_s: float,
         claimed: Mapping[str, int],
     ) -> str | None:
-        """Return the replica to move a turn to that got no token for `waited_s`; None: leave it.
+        """Return the replica to which a turn moves after `waited_s` without a token; None: it
+        stays.
 
         The turn moves once it has waited as long as the move would cost, so a pause costs at most
         twice the best choice. claimed: places on each replica that were just promised to other

@@ -56,7 +56,8 @@ class SchedulerClient:
         return self._call(lambda stub: stub.Snapshot(pb.SnapshotRequest(), timeout=self._timeout_s))
 
     def set_harvest(self, mode: "pb.HarvestMode.ValueType", replica: str) -> int:
-        """Set the lending mode of one replica, or of the cluster (""); return the leases released.
+        """Set the lending mode of a replica, or of the cluster (""); return the number of leases
+        released.
 
         If no policy is in force, a cluster mode other than OFF also puts one in force that lends
         everything.
@@ -172,7 +173,8 @@ class PolicyClient(SchedulerClient):
         return list(self._call(lambda s: s.ExplainPolicy(ask, timeout=self._timeout_s)).nodes)
 
     def stop(self, mode: "pb.HarvestMode.ValueType", replica: str = "") -> int:
-        """Set the operator's stop of the cluster or a replica; return the leases released.
+        """Set the operator's stop of the cluster or a replica; return the number of leases
+        released.
 
         Unlike `set_harvest` it never puts a policy in force.
         """

@@ -51,7 +51,7 @@ STALLED_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """Stored job to which replicas are leased; max_staleness: policy versions it may be behind.
+    """Stored job. max_staleness: policy versions that its replicas may be behind the newest.
 
     model: its version 0, "" for the model that replicas were started with. weight: its priority
     among jobs. max_guests: most guests that it may have, 0 for no bound. ended: it gets no

@@ -104,8 +104,8 @@ class DemandBook:
     def demand(self, job: str, step: int, now_s: float, *, alone: bool = True) -> JobDemand:
         """Return a job's turns and expected tokens for the lease policy; infinite until any report.
 
-        Expected are the owed tokens, and as much more time at the present rate as the work has
-        lasted, up to an hour. Records that the work goes on. step: the job's newest version.
+        Expected tokens are those owed, plus the present rate times the time for which the work has
+        gone on, up to an hour. Records that the work goes on. step: the job's newest version.
         """
         figures = self.figures(job, now_s, alone=alone)
         if figures is None:
@@ -120,7 +120,7 @@ class DemandBook:
         return JobDemand(job, figures.turns, figures.owed_tokens + to_come, step)
 
     def forget(self, job: str) -> None:
-        """Delete when an ended job's work began."""
+        """Delete the time at which an ended job's work began."""
         self._work.pop(job, None)
 
     def drop_silent(self, now_s: float) -> None:

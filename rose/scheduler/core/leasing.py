@@ -303,7 +303,7 @@ class Leasing:
         return self._log.of(replica)
 
     def _held_now(self, leases: Sequence[Lease]) -> tuple[Holding, ...]:
-        """Return holdings that count as capacity: those that took turns within the last 15 s."""
+        """Return holdings that count as capacity: those able to take turns in the last 15 s."""
         self._holdings = {
             lease.replica: self._holding(lease, self._offers[lease.replica]) for lease in leases
         }

@@ -355,7 +355,9 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Action of the scheduler core: store a value in the background, ignoring a failed write."""
+    """Action of the scheduler core: store a value in the background; nothing waits for the
+    write.
+    """
 
     write: Write
 
