@@ -51,10 +51,10 @@ DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
 ALL_HOSTS: Final = ""
 # Policy of a scheduler that was started with a mode, and of `rose harvest active`.
 CLI: Final = "cli"
-# All of them fit one reply.
 SCRAPED: Final = (
     "its host is watched through /metrics alone, seconds late: start the host with the plugin"
 )
+# All policies fit one reply.
 MAX_POLICIES: Final = 128
 JUDGE_S: Final = 1.0
 # Nodes attach within this time after a start; before that a share of all of them means little.
