@@ -35,18 +35,22 @@ UNANSWERED = "engine does not admit"
 
 @dataclass(slots=True)
 class HeldLease:
-    """The newest lease seen; epochs only grow, and silence ends it."""
+    """Epoch and end time of the newest lease that the node has seen for one replica; an older epoch
+    is refused, and a lease that is not renewed expires.
+    """
 
     epoch: int = 0
     until_s: float = 0.0
 
     @property
     def open(self) -> bool:
-        """True until the lease is ended; its time may be over earlier."""
+        """True until the lease is released or revoked, even if its time has already expired."""
         return self.until_s > 0.0
 
     def grant(self, epoch: int, ttl_s: float, now_s: float) -> bool:
-        """Take a grant or a renewal; False when it is of the past."""
+        """Record a grant or renewal and return True; return False, and change nothing, if its epoch
+        is older than the held one or renews a lease that is over.
+        """
         if epoch < self.epoch or (epoch == self.epoch and not self.active(now_s)):
             return False
         self.epoch = epoch
@@ -54,7 +58,9 @@ class HeldLease:
         return True
 
     def end(self, epoch: int) -> bool:
-        """Take a release; False when a newer lease holds."""
+        """End the lease of this epoch or an older one and return True; return False, and change
+        nothing, if a newer lease is held.
+        """
         if epoch < self.epoch:
             return False
         self.epoch = epoch
@@ -62,7 +68,7 @@ class HeldLease:
         return True
 
     def active(self, now_s: float) -> bool:
-        """Return True if turns may run now."""
+        """Return True if the lease has not expired by `now_s`, so that its turns may run."""
         return now_s < self.until_s
 
 
@@ -71,10 +77,11 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class EngineUp:
-    """An engine answers. `epoch`: the newest lease that it knows of, 0 when it is new.
+    """Event for the lease state machine: a new or adopted engine answers.
 
-    One that admits already does so for a lease of an earlier daemon's, which is over: streams that
-    a lease is renewed on end with the daemon.
+    epoch: epoch of the newest lease that the engine knows, 0 for a new engine. admitting: True if
+    it admits turns under a lease of an earlier daemon; that lease is over, because the stream that
+    renewed it ended with the daemon, so the engine is drained.
     """
 
     epoch: int = 0
@@ -83,19 +90,25 @@ class EngineUp:
 
 @dataclass(frozen=True, slots=True)
 class EngineDown:
-    """The engine ended, and its turns with it."""
+    """Event for the lease state machine: the engine process ended, and every turn that it ran ended
+    with it.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchBegun:
-    """The engine is started anew for the lease's job: the lease lives on, for so long at most."""
+    """Event for the lease state machine: the engine is restarted for the lease's own job, so for
+    the next `for_s` seconds an engine that is down does not end the lease.
+    """
 
     for_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """The scheduler granted or renewed the lease."""
+    """Event for the lease state machine: the scheduler granted or renewed the lease `epoch` for
+    `ttl_s` seconds from now.
+    """
 
     epoch: int
     ttl_s: float
@@ -103,7 +116,9 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The scheduler wants the lease to end."""
+    """Event for the lease state machine: the scheduler asks the node to end the lease `epoch` and
+    to report its end.
+    """
 
     epoch: int
     reason: str
@@ -111,14 +126,16 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """The node wants the lease to end."""
+    """Event for the lease state machine: the node itself ends the current lease."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAdmitted:
-    """The engine of that `life` opened its admission."""
+    """Event for the lease state machine: the engine answered the Admit call, so it admits turns
+    under the lease `epoch`; ignored unless `life` is the current engine's.
+    """
 
     epoch: int
     life: int
@@ -126,7 +143,9 @@ class EngineAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class EngineDrained:
-    """The engine of that `life` closed its admission and ended so many turns."""
+    """Event for the lease state machine: the engine answered the Drain call; it admits no turn, and
+    `aborted` turns were ended. Ignored unless `life` is the current engine's.
+    """
 
     life: int
     aborted: int = 0
@@ -134,7 +153,9 @@ class EngineDrained:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTick:
-    """Time passed."""
+    """Event for the lease state machine: time passed, so expired leases end and calls that are
+    still due are returned again.
+    """
 
 
 Event = (
@@ -154,7 +175,9 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Open the engine's admission for the lease `epoch`; the answer names the `life`."""
+    """Action of the lease state machine: call the engine to admit turns under the lease `epoch`,
+    and answer with an EngineAdmitted event of the same `life`, the count of engine starts.
+    """
 
     epoch: int
     life: int
@@ -162,7 +185,9 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Close admission and end all turns of the lease `epoch`; the answer names the `life`."""
+    """Action of the lease state machine: call the engine to stop admission and end all turns of the
+    lease `epoch`, and answer with an EngineDrained event of the same `life`.
+    """
 
     epoch: int
     reason: str
@@ -171,7 +196,9 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class LeaseTakenBack:
-    """Tell the scheduler that the node ended the lease by itself."""
+    """Action of the lease state machine: send the scheduler a revocation, because the node ended
+    the lease `epoch` without being asked.
+    """
 
     epoch: int
     reason: str
@@ -179,7 +206,11 @@ class LeaseTakenBack:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Nothing of the lease `epoch` runs any more. `asked`: the scheduler waits to hear it."""
+    """Action of the lease state machine: record that no turn of the lease `epoch` runs any more and
+    that `aborted` turns were ended by the drain.
+
+    asked: True if the scheduler asked for the release and waits for this report.
+    """
 
     epoch: int
     reason: str
@@ -192,10 +223,12 @@ Action = Admit | Drain | LeaseTakenBack | Ended
 
 @dataclass(frozen=True, slots=True)
 class LeaseStatus:
-    """The newest lease seen, until when it holds (0.0 when it was ended), and what the engine does.
+    """Snapshot of a lease state machine: the newest lease's epoch and end time, and the engine's
+    part in it.
 
-    `vacant`: it runs nobody's turns, nor was it asked to. `life` counts its lives. `ending`: which
-    lease is being ended.
+    until_s: end time of the lease, 0.0 if it was released or revoked. vacant: True if the engine
+    admits no turns and was not asked to. life: count of engine starts and adoptions. ending: epoch
+    of the lease that is being drained, None without one.
     """
 
     epoch: int
@@ -206,14 +239,14 @@ class LeaseStatus:
     ending: int | None
 
     def active(self, now_s: float) -> bool:
-        """Return True if turns may run now."""
+        """Return True if the lease has not expired by `now_s`, so that its turns may run."""
         return now_s < self.until_s
 
 
 class LeaseStateMachine:
-    """One replica's lease and what its engine knows of it.
+    """State machine of one replica's lease, without I/O: events in, actions out.
 
-    Answers of an earlier life of the engine say nothing about this one.
+    Answers to calls of an earlier engine process are ignored.
     """
 
     def __init__(self) -> None:
@@ -228,7 +261,9 @@ class LeaseStateMachine:
         self._aborted = 0
 
     def step(self, event: Event, now_s: float) -> list[Action]:
-        """Return the actions for an event; a call of the engine, Admit or Drain, comes last."""
+        """Apply one event, then return the actions that are due, in order; a call of the engine
+        (Admit or Drain) is the last, and is returned by every step until it is answered.
+        """
         actions: list[Action] = []
         self._take(event, now_s, actions)
         if self._held.open and not self._engine_up and now_s >= self._switching_until_s:
@@ -310,10 +345,11 @@ class LeaseStateMachine:
 
 
 class LeaseAgent:
-    """The shell of one `LeaseStateMachine`.
+    """Driver of one LeaseStateMachine: it calls the replica's admit and drain routes, with retries,
+    and passes reports on to the scheduler.
 
-    tell: takes what the scheduler must hear (`LeaseTakenBack`, `Ended`).
-    on_broken: called with a reason when the engine is healthy but obeys no more.
+    tell: called with each LeaseTakenBack and Ended. on_broken: called with a reason when the engine
+    refused or missed too many calls in a row and must be restarted.
     """
 
     def __init__(
@@ -338,12 +374,14 @@ class LeaseAgent:
         self.job = ""
 
     def lease_epoch(self) -> int | None:
-        """Return the epoch of the lease under which turns may run now (any thread)."""
+        """Return the epoch of the unexpired lease, None without one (any thread)."""
         status = self.core.status()
         return status.epoch if status.active(self._clock()) else None
 
     def held(self) -> rose_pb2.HeldLease | None:
-        """Return the lease that holds now, for a scheduler that does not know it."""
+        """Return the unexpired lease as a message (job, epoch, remaining seconds) for a scheduler
+        that may not know it, None without one.
+        """
         status, now_s = self.core.status(), self._clock()
         if not status.active(now_s):
             return None
@@ -351,7 +389,9 @@ class LeaseAgent:
         return rose_pb2.HeldLease(job=self.job, epoch=status.epoch, left_s=left_s)
 
     def grant(self, epoch: int, ttl_s: float, job: str = "") -> bool:
-        """Take a lease of a job or its renewal; whether it is not one of the past."""
+        """Apply a grant or renewal of a job's lease and return True; return False, and change
+        nothing, if its epoch is older than the newest one seen.
+        """
         if epoch < self.core.status().epoch:
             return False
         self.job = job
@@ -359,7 +399,9 @@ class LeaseAgent:
         return True
 
     def happened(self, event: Event) -> None:
-        """Step the core, then wake the task that calls the engine."""
+        """Apply an event to the state machine at once, then wake `run`, which makes the calls of
+        the engine that are due.
+        """
         self._step(event)
         self._wake.set()
 
@@ -375,7 +417,9 @@ class LeaseAgent:
                     await self._sleep()
 
     async def settle(self, patience_s: float) -> None:
-        """Return once nobody's turns run here, or patience is at its end."""
+        """Wait until the engine is drained and no call of it is due, for at most `patience_s`
+        seconds; a timeout raises nothing.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 await self._quiet.wait()
@@ -388,7 +432,9 @@ class LeaseAgent:
                 await self._wake.wait()
 
     def _step(self, event: Event) -> Admit | Drain | None:
-        """Tell what there is to tell; returns the call that the engine is to get."""
+        """Apply an event, log and report its LeaseTakenBack and Ended actions, and return the call
+        of the engine that is due, None without one.
+        """
         call: Admit | Drain | None = None
         for action in self.core.step(event, self._clock()):
             match action:
@@ -428,7 +474,9 @@ class LeaseAgent:
         self._step(EngineDrained(call.life, aborted))
 
     async def _failed(self, limit: int) -> None:
-        """End an engine that does not obey: nothing else ends its turns."""
+        """Count a failed call of the engine and pause before the next one; after `limit` failures
+        in a row treat the engine as down and call `on_broken`.
+        """
         if not self.core.status().engine_up:
             # The engine has ended meanwhile: call the next one.
             self._failures = 0

@@ -31,7 +31,9 @@ MAX_NAME_CHARS: Final = 253
 
 
 def check_order(command: rose_pb2.NodeCommand) -> None:
-    """Raise `RefusedError` or `ConfigError`, in a line, for an order that is not to be obeyed."""
+    """Raise RefusedError or ConfigError with a one-line reason if a scheduler's command has values
+    out of bounds (lease, version, relays or caps); other commands pass.
+    """
     match command.WhichOneof("command"):
         case "lease":
             _check_lease(command.lease)
@@ -74,9 +76,10 @@ def _check_relays(relays: rose_pb2.Relays) -> None:
 
 
 class SchedulerCaps:
-    """Newest caps, and the scheduler's last sign of life; an open stream counts as one.
+    """Newest caps that a scheduler sent, and the time since its stream ended; an open stream counts
+    as contact.
 
-    The guard's thread reads it too: each value is one reference that is replaced.
+    The guard's thread reads it too: each attribute is one reference that is replaced.
     """
 
     def __init__(self, clock_s: Callable[[], float] = boot_clock_s) -> None:
@@ -87,7 +90,9 @@ class SchedulerCaps:
         self.reclaim_deadline_s: float | None = None
 
     def take(self, caps: rose_pb2.Caps) -> None:
-        """Replace what was said before. `check_caps` comes first."""
+        """Replace all earlier caps; a field that is left out returns to its default. Call
+        `check_caps` first.
+        """
         self.harvest = harvest_caps(caps)
         stale = caps.HasField("stale_after_s")
         self.stale_after_s = caps.stale_after_s if stale else STALE_AFTER_S
@@ -96,34 +101,42 @@ class SchedulerCaps:
 
     @property
     def cut_off(self) -> bool:
-        """True if no scheduler has been heard for longer than `staleAfter`."""
+        """True if no scheduler's stream has been open for longer than `stale_after_s` seconds."""
         return self.lost_s() > self.stale_after_s
 
     def heard(self) -> None:
-        """Record that the scheduler's stream is open."""
+        """Record that the scheduler's stream is open, so `lost_s` is 0."""
         self._lost_at_s = None
 
     def lost(self) -> None:
-        """Record that the stream has ended."""
+        """Record the time at which the scheduler's stream ended; a repeated call keeps the first
+        time.
+        """
         if self._lost_at_s is None:
             self._lost_at_s = self._clock_s()
 
     def lost_s(self) -> float:
-        """Return the seconds without a stream, 0 while one is open."""
+        """Return the seconds since the scheduler's last stream ended, 0 while one is open."""
         lost_at_s = self._lost_at_s
         return 0.0 if lost_at_s is None else self._clock_s() - lost_at_s
 
     def lease_ttl_s(self, ttl_s: float) -> float:
-        """Return the time for which a grant or renewal counts on this node."""
+        """Return the seconds for which this node honours a lease granted for `ttl_s`: the smaller
+        of that and `stale_after_s`.
+        """
         return min(ttl_s, self.stale_after_s)
 
     def reclaim_s(self, own_s: float) -> float:
-        """Return the time that a reclaim may take; `own_s` is the limit in the node's file."""
+        """Return the seconds that a memory reclaim may take: the smaller of `own_s`, the limit in
+        the node's file, and the scheduler's deadline, if it sent one.
+        """
         return own_s if self.reclaim_deadline_s is None else min(own_s, self.reclaim_deadline_s)
 
 
 def harvest_caps(caps: rose_pb2.Caps) -> HarvestCaps:
-    """Return the scheduler's caps as the guard's. Raises ValueError for invalid shares."""
+    """Return the scheduler's Caps message as HarvestCaps, which the grant controller takes; a share
+    that is left out is uncapped. Raises ValueError for invalid shares.
+    """
     said = {field.name: value for field, value in caps.ListFields()}
     return HarvestCaps(
         compute=said.get("compute"),
@@ -136,7 +149,9 @@ def harvest_caps(caps: rose_pb2.Caps) -> HarvestCaps:
 
 
 def check_caps(caps: rose_pb2.Caps) -> None:
-    """Raise RefusedError, in a line, for caps that are not to be obeyed; those before stay."""
+    """Raise RefusedError with a one-line reason for a Caps message with invalid shares or times out
+    of bounds; the caps in force stay as they are.
+    """
     try:
         harvest_caps(caps)
     except ValueError as error:
@@ -148,11 +163,11 @@ def check_caps(caps: rose_pb2.Caps) -> None:
 
 
 class HarvestSwitch:
-    """Modes as told: one of the cluster, and stricter ones of single replicas.
+    """Harvest modes set by the scheduler: one for the cluster, and one for each replica that it
+    named since.
 
-    Until a scheduler spoke nothing may be lent, so no guest is started either; one that an earlier
-    daemon left running stays, frozen. A scheduler that falls silent changes nothing: leases end by
-    themselves.
+    Before a scheduler sets a mode no guest is started; a guest that an earlier daemon left running
+    stays, frozen. A scheduler that falls silent changes no mode: leases expire by themselves.
     """
 
     def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -162,7 +177,9 @@ class HarvestSwitch:
         self._own: dict[str, rose_pb2.HarvestMode.ValueType] = {}
 
     def take(self, command: rose_pb2.Harvest) -> None:
-        """Learn a mode. That of the cluster comes first and forgets those of single replicas."""
+        """Set the mode of the named replica, or, if the command names none, that of the cluster,
+        which erases all modes of single replicas.
+        """
         if command.replica:
             self._own[command.replica] = command.mode
         else:
@@ -174,11 +191,13 @@ class HarvestSwitch:
 
     @property
     def known(self) -> bool:
-        """True if a scheduler has set a mode since this daemon started."""
+        """True if a scheduler has set the cluster's mode since this daemon started."""
         return self._cluster != rose_pb2.HARVEST_MODE_UNSPECIFIED
 
     def off(self, replica: str) -> bool:
-        """Return True if the guest must not exist at all."""
+        """Return True if the mode of the cluster or of this replica is OFF, so that its guest must
+        not exist; the time of the change is kept for `off_since_s`.
+        """
         barred = rose_pb2.HARVEST_MODE_OFF
         off = barred in (self._cluster, self._own.get(replica))
         if off:
@@ -188,23 +207,29 @@ class HarvestSwitch:
         return off
 
     def off_since_s(self, replica: str) -> float:
-        """Since when the guest has not been allowed to exist, which tells stops apart; else 0."""
+        """Return the clock's time in seconds at which the replica's mode became OFF, which tells
+        one stop from the next; 0 while the guest may exist.
+        """
         return self._off_since_s.get(replica, 0.0) if self.off(replica) else 0.0
 
     def off_s(self, replica: str) -> float:
-        """Return the seconds for which `off` has been true; 0 while the guest may exist."""
+        """Return the seconds for which the replica's mode has been OFF; 0 while the guest may
+        exist.
+        """
         since_s = self._off_since_s.get(replica)
         return self._clock_s() - since_s if self.off(replica) and since_s is not None else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Orders of a node: modes, kill switch, caps."""
+    """Orders that hold for a node's guests: harvest modes, kill switch and capacity caps."""
 
     harvest: HarvestSwitch
     kill_switch: KillSwitch
     caps: SchedulerCaps
 
     def bars(self, guest: str) -> bool:
-        """Return True if the guest must not exist."""
+        """Return True if the kill switch is set or the guest's harvest mode is OFF, so that this
+        guest must not exist.
+        """
         return self.kill_switch.engaged or self.harvest.off(guest)
