@@ -37,9 +37,10 @@ MOST_REFUSED: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class FoundHost:
-    """One life of a host. `alone`: no other host is on its GPUs, so that a guest may be.
+    """One host that a scan found, from the start of its process to its end.
 
-    inode: of its page.
+    inode: device and inode of its control page. said: its own description. alone: True if no other
+    host uses its GPUs, so that it may have a guest.
     """
 
     name: str
@@ -49,7 +50,9 @@ class FoundHost:
     alone: bool = True
 
     def config(self, discover: DiscoverConfig) -> HostConfig:
-        """Return the host's configuration, without a device if the host uses several GPUs."""
+        """Return the host's configuration: its own latency targets where it states them, and a
+        device only if it uses exactly one GPU.
+        """
         return HostConfig(
             page=self.page,
             name=self.name,
@@ -64,9 +67,10 @@ class FoundHost:
 
 @dataclass(frozen=True, slots=True)
 class FolderScan:
-    """Result of one look: hosts by name, unusable pages with the reason, and dead pages.
+    """Result of one scan of the folder: hosts by name, unusable pages with the reason, and dead
+    pages with their inode.
 
-    dead: inodes of pages that no process uses.
+    dead: pages that no process uses.
     """
 
     hosts: Mapping[str, FoundHost] = field(default_factory=dict)
@@ -75,7 +79,9 @@ class FolderScan:
 
 
 def look(folder: Path, group: str = "") -> FolderScan:
-    """Look for hosts. It raises nothing that the folder's content could cause."""
+    """Scan the folder and the folders right below it, and return the hosts and unusable pages; no
+    content of the folder makes it raise.
+    """
     try:
         check_folder(folder)
     except PageError as error:
@@ -100,7 +106,9 @@ def look(folder: Path, group: str = "") -> FolderScan:
 
 
 def _pages(folder: Path, unusable: dict[Path, str], *, below: bool = True) -> Iterator[Path]:
-    """Yield the files that may be pages, of at most MOST_ENTRIES entries a folder."""
+    """Yield the paths of the folder's page files, of at most MOST_ENTRIES entries, and of its
+    subfolders; a folder that cannot be read is added to `unusable`.
+    """
     try:
         with os.scandir(folder) as entries:
             seen = [
@@ -120,7 +128,9 @@ def _pages(folder: Path, unusable: dict[Path, str], *, below: bool = True) -> It
 
 
 def _host_at(path: Path, group: str) -> FoundHost | None:
-    """Return the host of a page, None without one. Raises PageError or OSError."""
+    """Return the host that holds the page's seat, None if no process holds it. Raises PageError or
+    OSError for a page that cannot be used.
+    """
     name = host_name(path)
     if not _seated(path):
         return None
@@ -139,7 +149,7 @@ def _host_at(path: Path, group: str) -> FoundHost | None:
 
 
 def _seated(path: Path) -> bool:
-    """Return True if a process holds the page's seat; other pages are not read further."""
+    """Return True if a process holds the lock of the page's seat."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -151,7 +161,7 @@ def _seated(path: Path) -> bool:
 
 
 def _unused(path: Path) -> tuple[int, int] | None:
-    """Inode of a page that no process uses, whole or not; None for anything else."""
+    """Return device and inode of a page file that no process uses; None for any other file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -165,7 +175,9 @@ def _unused(path: Path) -> tuple[int, int] | None:
 
 
 def sweep(page: Path, inode: tuple[int, int]) -> bool:
-    """Remove a dead page and its description, if it is still that; whether it was. OSError."""
+    """Delete a dead page and its description, and return True; return False, and delete nothing, if
+    the page is in use or another file by now. Raises OSError.
+    """
     if _unused(page) != inode:
         return False
     page.with_suffix(".json").unlink(missing_ok=True)
@@ -174,7 +186,7 @@ def sweep(page: Path, inode: tuple[int, int]) -> bool:
 
 
 def _told_apart(hosts: Mapping[str, FoundHost]) -> dict[str, FoundHost]:
-    """Mark the hosts that are alone on their GPUs: others can have no guest."""
+    """Return the hosts with `alone` set: True if no other host names one of its GPUs."""
     users: dict[str, int] = {}
     for host in hosts.values():
         for device in set(host.said.devices):
@@ -187,7 +199,10 @@ def _told_apart(hosts: Mapping[str, FoundHost]) -> dict[str, FoundHost]:
 
 @dataclass(frozen=True, slots=True)
 class HostFound:
-    """A host is there. `slot`: its number among those of this node, which numbers its guest."""
+    """Result of HostBook: a new host is there; open it.
+
+    slot: its number among this node's hosts, which also numbers its guest.
+    """
 
     host: FoundHost
     slot: int
@@ -195,14 +210,14 @@ class HostFound:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """A host, or this life of it, is there no more."""
+    """Result of HostBook: a host has ended, or another process took its page; close it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class PageRefused:
-    """A page is of no use, for a reason in a line."""
+    """Result of HostBook: a page cannot be used, for this reason; log it."""
 
     page: Path
     reason: str
@@ -210,14 +225,16 @@ class PageRefused:
 
 @dataclass(frozen=True, slots=True)
 class PageDead:
-    """A page that nobody has used for long: sweep it."""
+    """Result of HostBook: no process has used this page for DEAD_LOOKS scans; delete it."""
 
     page: Path
     inode: tuple[int, int]
 
 
 class HostBook:
-    """State machine of the hosts of one node; at most `at_most` at a time."""
+    """State machine that turns folder scans into hosts found and lost; it holds at most `at_most`
+    hosts.
+    """
 
     def __init__(self, at_most: int) -> None:
         self._slots: list[FoundHost | None] = [None] * at_most
@@ -227,7 +244,9 @@ class HostBook:
         self._dead: dict[tuple[Path, tuple[int, int]], int] = {}
 
     def step(self, seen: FolderScan) -> list[HostFound | HostLost | PageRefused | PageDead]:
-        """Return what changed, hosts that left first, since their slots are free again."""
+        """Apply one scan and return what changed: lost hosts first, since their slots are free
+        again, then refused pages, dead pages and new hosts.
+        """
         left = [HostLost(host.name) for host in self.status() if self._gone(host, seen)]
         for slot, host in enumerate(self._slots):
             if host is not None and HostLost(host.name) in left:
@@ -250,14 +269,16 @@ class HostBook:
         return [*left, *self._refusals(unusable), *self._buried(seen.dead), *came]
 
     def untaken(self, host: FoundHost, reason: str) -> list[PageRefused]:
-        """Forget a host that could not be opened: the next scan finds it again."""
+        """Forget a host that could not be opened, so that the next scan finds it again; return one
+        PageRefused, or none if this reason was reported before.
+        """
         self._slots = [None if each == host else each for each in self._slots]
         told = self._untaken.get(host.name) == reason
         self._untaken[host.name] = reason
         return [] if told else [PageRefused(host.page, reason)]
 
     def status(self) -> list[FoundHost]:
-        """Return the present hosts."""
+        """Return the hosts that are present."""
         return [host for host in self._slots if host is not None]
 
     @property
@@ -281,12 +302,16 @@ class HostBook:
         return True
 
     def _buried(self, dead: Mapping[Path, tuple[int, int]]) -> list[PageDead]:
-        """Return each lasting dead page once; a page in use again begins anew."""
+        """Return a PageDead for each page that has been dead for exactly DEAD_LOOKS scans in a row;
+        a page in use again is counted anew.
+        """
         self._dead = {each: self._dead.get(each, 0) + 1 for each in dead.items()}
         return [PageDead(*each) for each, looks in self._dead.items() if looks == DEAD_LOOKS]
 
     def _refusals(self, unusable: Mapping[Path, str]) -> list[PageRefused]:
-        """Return each lasting refusal once."""
+        """Return a PageRefused for each page that has been unusable for exactly REFUSED_LOOKS scans
+        in a row.
+        """
         some = islice(unusable.items(), MOST_REFUSED)
         self._refused = {each: self._refused.get(each, 0) + 1 for each in some}
         return [

@@ -57,7 +57,11 @@ STALE_S: Final = 5.0
 
 
 class Host:
-    """One host of a node. `guarded`: a guard of its guest drains its latencies."""
+    """One host of a node: its control page, its request latencies and, without the plugin, its
+    scrapes.
+
+    guarded: True if the guard thread of a guest reads the host's latencies, so `look` does not.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,9 @@ class Host:
         latencies: JsonlLog,
         right: HeldLock,
     ) -> None:
-        """`right`: to grant on the page, which one daemon has, held until `close`."""
+        """right: lock that allows this daemon alone to write grants on the page; `close` releases
+        it.
+        """
         targets = config.ttft_target_s, config.tpot_target_s
         self.config = config
         self.page = page
@@ -82,17 +88,23 @@ class Host:
 
     @property
     def state(self) -> HostState | None:
-        """The host's last published state (any thread); guards read the page themselves."""
+        """HostState that the host published last on its page, None without one or after `close`
+        (any thread). Guards read the page themselves.
+        """
         with self._lock:
             return None if self._closed or self.page.cut_short else self.page.host.peek()
 
     @property
     def requests(self) -> tuple[int, int]:
-        """Requests that met both targets, and those that missed one, since it was found."""
+        """Counts of the host's requests since it was discovered: (met both latency targets, missed
+        at least one).
+        """
         return (self.scrape.good, self.scrape.bad) if self.scrape else (self._met, self._missed)
 
     def look(self) -> None:
-        """Take what is new of its latencies, unless a guard does."""
+        """Read new latency records from the page into the host's window, log and counters; do
+        nothing if a guard reads them or the page is closed.
+        """
         if not (self.guarded or self._closed or self.page.cut_short):
             self.watch.drain(self.page)
 
@@ -130,7 +142,9 @@ class Host:
         return told
 
     def close(self) -> None:
-        """Let go of the page, once its guard has ended; the rest says what it said last."""
+        """Close the control page and release the right to write grants on it, after the guard has
+        ended; counters and figures keep their last values.
+        """
         with self._lock:
             self._closed = True
             self.page.close()
@@ -150,12 +164,12 @@ class Host:
 def summed(
     hosts: Sequence[rose_pb2.HostTelemetry], left: tuple[int, int] = (0, 0)
 ) -> rose_pb2.HostTelemetry:
-    """Return all hosts of a node as one, which capacity policies judge.
+    """Return one HostTelemetry for all hosts of a node, by which capacity policies decide.
 
-    Counts are sums, with those of hosts that `left`, since they must not fall. Shares are those of
-    the busiest and of the fullest host that is known: a mean would lend beside a host without time
-    to spare, as long as its neighbours idle. Latencies are of the host that is closest to its
-    targets, or the farthest beyond.
+    Request counts are sums, with the (met, missed) counts of hosts that `left`, because they must
+    not fall. busy_share and kv_share are the largest known ones: a mean would lend beside a busy
+    host whose neighbours idle. Latencies are those of the host with the largest ratio of a p95
+    latency to its target.
     """
     told = rose_pb2.HostTelemetry()
     told.CopyFrom(max(hosts, key=_strain))
@@ -179,7 +193,7 @@ def _strain(host: rose_pb2.HostTelemetry) -> float:
 
 
 class HostLoad:
-    """Busy share of a host, from a counter of busy time that only grows."""
+    """Meter of a host's busy share, computed from its counter of busy nanoseconds."""
 
     def __init__(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock_ns = clock_ns
@@ -187,7 +201,9 @@ class HostLoad:
         self._share: float | None = None
 
     def busy_share(self, busy_ns: int | None) -> float | None:
-        """Return the busy share of about the last second; None while unknown."""
+        """Return the share of about the last second in which the host was busy (0 to 1), given its
+        busy-time counter; None until there are two readings, or after the counter fell.
+        """
         now_ns = self._clock_ns()
         if busy_ns is None or self._since is None or busy_ns < self._since[1]:
             self._since = None if busy_ns is None else (now_ns, busy_ns)
@@ -202,14 +218,16 @@ class HostLoad:
 
 
 class HostProcess:
-    """The host's process, told apart from a later one of its number.
+    """Identity of the host's process, which tells it from a later process of the same pid.
 
-    Numbers are hints: what they cannot say, because the host has a process namespace of its own or
-    /proc hides it, is left to the lock on the page. What they do say against a host counts.
+    A pid that cannot be checked, because the host has its own pid namespace or /proc hides it,
+    raises no doubt: the lock on the page decides then.
     """
 
     def __init__(self, pid: int | None) -> None:
-        """`pid`: of the host's first process, or None; pinned now."""
+        """pid: process id of the host's first process, whose start time is read now; None if it is
+        not known.
+        """
         self._pid = pid
         self._identity = None if pid is None else ProcessIdentity.of(pid)
         self._own_namespace = pid_namespace()
@@ -218,11 +236,15 @@ class HostProcess:
 
     @property
     def ended(self) -> bool:
-        """True if the named process has ended, even where its number is in use again."""
+        """True if the process named at the start has ended, even if another process has its pid
+        now; False if no pid was named.
+        """
         return self._pid is not None and (self._identity is None or not self._identity.running)
 
     def doubt(self, seat: SeatState | None) -> FreezeReason | None:
-        """HOST_DEAD, HOST_FOREIGN, or None where nothing speaks against who holds the seat."""
+        """Return HOST_DEAD if the host's process ended, HOST_FOREIGN if the seat's holder is not
+        the named process or its descendant, None if nothing is known against the holder.
+        """
         if self.ended:
             return FreezeReason.HOST_DEAD
         if seat is None or not seat.started or seat.pid_namespace != self._own_namespace:
@@ -237,7 +259,9 @@ class HostProcess:
         return FreezeReason.HOST_FOREIGN if self._foreign else None
 
     def _begot(self, pid: int) -> bool:
-        """Return True if the process is the named one or its descendant, like an engine core."""
+        """Return True if `pid` is the named host process or its descendant, or if no process was
+        named.
+        """
         if self._pid is None:
             return True
         for _ in range(_MOST_ANCESTORS):
@@ -256,7 +280,9 @@ logger = logging.getLogger("rose.node")
 def _latencies(
     requests: int, ttft_s: Sequence[float], tpot_s: Sequence[float]
 ) -> rose_pb2.HostTelemetry:
-    """Return the requests of the last `WINDOW_S` with median and 95th percentile of latencies."""
+    """Return telemetry with the number of requests of the last `WINDOW_S` seconds and the median
+    and 95th percentile of their TTFT and TPOT, given as (p50, p95) in seconds.
+    """
     return rose_pb2.HostTelemetry(
         window_requests=requests,
         window_s=WINDOW_S,
@@ -268,7 +294,9 @@ def _latencies(
 
 
 class HostWatch:
-    """Drains the latency ring of a control page into a log and a short window."""
+    """Reader of the latency ring of a control page: it writes each record to a log, passes it to
+    `on_record` and keeps it for `summary`.
+    """
 
     def __init__(
         self,
@@ -277,9 +305,8 @@ class HostWatch:
         cursor: Cursor = START,
         host: str = "",
     ) -> None:
-        """`cursor`: the first records to take; those before it an earlier daemon has taken.
-
-        `host`: its name, for the log's lines, where a node may have several.
+        """cursor: position in the ring of the first record to read; an earlier daemon has read
+        those before it. host: name of the host that each log line carries, "" leaves it out.
         """
         self._named = {"host": host} if host else {}
         self._on_record = on_record
@@ -289,7 +316,9 @@ class HostWatch:
         self.lost = 0
 
     def drain(self, page: ControlPage) -> None:
-        """Take what is new; `lost` counts the records that were not to be had."""
+        """Read the ring's new records into window and log; `lost` counts records that were
+        overwritten or torn before they were read.
+        """
         drained = page.latency.drain(self._cursor)
         if drained.lost and not self.lost:
             logger.warning(
@@ -304,7 +333,9 @@ class HostWatch:
             self._on_record(record)
 
     def summary(self) -> rose_pb2.HostTelemetry:
-        """Return the latencies of the last ten seconds; zeros when no request finished in them."""
+        """Return telemetry with request count, median and p95 TTFT and TPOT of the last ten
+        seconds; zeros if no request finished in them.
+        """
         since_ns = time.monotonic_ns() - int(WINDOW_S * _NS)
         recent = [record for record in tuple(self._window) if record.finished_ns >= since_ns]
         ttft = [record.ttft_ns / _NS for record in recent] or [0.0]
@@ -326,7 +357,13 @@ def _as_json(record: LatencyRecord) -> dict[str, object]:
 
 
 class HostScrape:
-    """Figures of a host from its scrapes; times are monotonic seconds, handed in."""
+    """Load, latencies and met or missed requests of a host, computed from scrapes of its
+    `/metrics`.
+
+    good, bad: counts of requests that met both targets, and of those that missed one. trouble: the
+    reason why the last scrape failed, "" if it did not. Times are monotonic seconds from the
+    caller.
+    """
 
     def __init__(self, ttft_s: float, tpot_s: float, model: str | None = None) -> None:
         self._ttft_s, self._tpot_s = ttft_s, tpot_s
@@ -337,7 +374,9 @@ class HostScrape:
         self.trouble = ""
 
     def take(self, text: str, now_s: float) -> None:
-        """Read one exposition. What cannot be read is `trouble`, in a line, and counts nothing."""
+        """Parse the text of one `/metrics` reply into load and counters; text that cannot be parsed
+        only sets `trouble`.
+        """
         try:
             scrape = parse_scrape(text, self._model)
             if self._taken:
@@ -351,23 +390,29 @@ class HostScrape:
             self._taken.popleft()
 
     def missed(self, why: str) -> None:
-        """Record that the host did not answer."""
+        """Set `trouble` to the reason why the host did not answer."""
         self.trouble = why
 
     def running(self, now_s: float) -> tuple[int, int] | None:
-        """Return the running and the waiting requests; None while unknown."""
+        """Return the numbers of (running, waiting) requests in the newest scrape; None if it is
+        older than STALE_S.
+        """
         newest = self._newest(now_s)
         return None if newest is None else (newest.running or 0, newest.waiting or 0)
 
     def busy_share(self, now_s: float) -> float | None:
-        """Return the share of the window's scrapes that found work; None while unknown."""
+        """Return the share of the window's scrapes in which requests ran or waited; None if the
+        newest scrape is older than STALE_S.
+        """
         if self._newest(now_s) is None:
             return None
         found = [bool(each.running or each.waiting) for _, each in self._taken]
         return sum(found) / len(found)
 
     def summary(self, now_s: float) -> rose_pb2.HostTelemetry:
-        """Return the latencies of the window, to the precision of the buckets."""
+        """Return telemetry with request count, median and p95 TTFT and TPOT of the last ten
+        seconds, as precise as the histogram's buckets; zeros if they are unknown.
+        """
         newest, window = self._newest(now_s), None
         if newest is not None and len(self._taken) > 1:
             with contextlib.suppress(ScrapeError):
@@ -406,7 +451,9 @@ async def watch(
     http: aiohttp.ClientSession,
     clock_s: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Scrape every second until cancelled. A host that does not answer is asked again."""
+    """Scrape `url` into `scrape` once a second, for ever; a failed scrape is recorded in
+    `scrape.trouble` and tried again.
+    """
     limit = aiohttp.ClientTimeout(total=TIMEOUT_S)
     while True:
         try:

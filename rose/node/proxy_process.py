@@ -16,10 +16,10 @@ from rose.security.certificates import PATHS
 
 
 def proxied_ports(config: NodeConfig) -> Mapping[str, int]:
-    """Ports of all replicas that this node may come to have, by their names.
+    """Return the loopback port of every replica that this node may ever have, by replica name.
 
-    Guests of hosts that are found are numbered, so all of them are known beforehand; where one is
-    not there nobody listens, which the proxy answers by itself.
+    Guests of discovered hosts are numbered up to `discover.at_most`; the proxy itself answers for
+    one that does not exist yet.
     """
     ports = {replica.id: replica.port for replica in config.dedicated}
     found = config.discover.at_most if config.discover else 0
@@ -50,9 +50,9 @@ def proxy_spec(config: NodeConfig) -> ProcessSpec:
 
 
 class ProxyProcess:
-    """The process, from its start on; `run` it in a background task.
+    """Child process of the daemon that runs the node's proxy; call `run` in a background task.
 
-    changed: called when it listens, and when it does no more.
+    changed: called when `listens` changes. log: file of the proxy's output.
     """
 
     def __init__(self, config: NodeConfig, changed: Callable[[], None]) -> None:
@@ -74,7 +74,9 @@ class ProxyProcess:
             await asyncio.shield(process.stop())
 
     async def _wait(self, process: ManagedProcess) -> None:
-        """Wait for the proxy's own word: another process may answer at its address."""
+        """Set `listens` once the proxy prints its first line, which it does when it listens; a
+        probe of the address might reach another process.
+        """
         if await process.stdout.readline():
             self._set(listens=True)
 

@@ -60,7 +60,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class NodeLogs:
-    """Logs of a node: events, grants' samples, activated versions."""
+    """Logs of a node: events, samples of guests' grants, and activations of weight versions."""
 
     events: EventLog
     samples: JsonlLog
@@ -69,10 +69,10 @@ class NodeLogs:
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """Parts of a node that its replicas share.
+    """Objects of a node that all its replicas share.
 
-    config: of the node, as if it had no other host than the replicas' own. guard_broke: set when
-    a grant loop ends unasked.
+    config: the node's configuration with the one host that these replicas are beside, or none.
+    guard_broke: event that is set when a guard thread ends without being stopped.
     """
 
     config: NodeConfig
@@ -86,9 +86,10 @@ class NodeParts:
 
 
 class Replica:
-    """Replica of a node: joins supervisor, lease agent and weight updates.
+    """One replica of a node: it connects the engine's supervisor, lease agent and weight updates,
+    and serves as their owner (`EngineOwner`, `UpdateOwner`).
 
-    url: to which gateways send its turns. It owns its engine: see `EngineOwner`, `UpdateOwner`.
+    url: URL to which gateways send the replica's turns.
     """
 
     host: Host | None = None
@@ -119,7 +120,9 @@ class Replica:
 
     @property
     def near(self) -> list[str]:
-        """Other models to which an update of the running engine leads."""
+        """Names of the replica's other models that have the running model's architecture, so that a
+        weight update switches to them without a restart.
+        """
         folders = self.config.folders
         here = folders[self.model]
         others = (name for name in folders if name != self.model)
@@ -127,13 +130,17 @@ class Replica:
 
     @property
     def offered(self) -> bool:
-        """True if the replica may be leased. One with old weights may be: it gets no turns yet."""
+        """True if the replica may be leased: its engine is healthy and trusted, and the node's
+        proxy, if any, listens. Weights may be old: turns come once they are updated.
+        """
         healthy = self.supervisor.state is EngineState.HEALTHY
         reachable = self._proxy is None or self._proxy.listens
         return self._trusted and healthy and reachable
 
     def lease(self, lease: rose_pb2.Lease, ttl_s: float) -> None:
-        """Take a lease or its renewal for `ttl_s`, and come to the weights of its job."""
+        """Apply a lease or its renewal for `ttl_s` seconds, and begin to bring the engine to its
+        job's model and weights. Raises RefusedError for a model that the replica has no folder of.
+        """
         model = lease.model or self.config.model_name
         if model not in self.config.folders:
             raise RefusedError(
@@ -150,7 +157,9 @@ class Replica:
         self.updates.serve(lease.job, lease.version, other_model=other)
 
     def start(self, background: Background) -> None:
-        """Begin with what runs for as long as it does."""
+        """Start the background tasks that run the engine, the lease agent, weight updates and,
+        unless the replica is a guest, the poll of the engine's state.
+        """
         # A second supervisor would start another engine beside one that still runs.
         background.start(self._task("supervisor"), self.supervisor.run, restarts=0)
         background.start(self._task("lease"), self.lease_agent.run)
@@ -161,7 +170,7 @@ class Replica:
             background.start(self._task("gauge"), self.poller.run, restarts=None)
 
     async def leave(self, background: Background, reason: str) -> None:
-        """End all of it, while the node goes on."""
+        """Stop the replica and end its background tasks, while the rest of the node runs on."""
         names = [self._task(part) for part in ("supervisor", "lease", "updates", "gauge")]
         background.let_end(names)
         await self.stop(reason)
@@ -173,17 +182,22 @@ class Replica:
         return f"{self.config.id}: {part}"
 
     async def stop(self, reason: str) -> None:
-        """Give the lease back, end its turns, then the engine."""
+        """Revoke the lease, wait up to DRAIN_PATIENCE_S for its turns to end, then stop the engine."""
         self.lease_agent.happened(Revoked(reason))
         await self.lease_agent.settle(DRAIN_PATIENCE_S)
         await self.supervisor.stop()
 
     async def sleep(self) -> None:
-        """Ask its engine to give up weights and KV. RefusedError, UnavailableError."""
+        """Call the engine's sleep route, which frees weights and KV memory. Raises RefusedError or
+        UnavailableError.
+        """
         await self._client.sleep()
 
     async def entered(self, state: EngineState) -> None:
-        """Take a new state of the engine. UnavailableError when a healthy one does not answer."""
+        """Handle a new state of the engine: pass it to lease agent and weight updates, and report
+        it; an engine with unknown weights or an exposed port is restarted. Raises UnavailableError
+        if a healthy engine does not answer.
+        """
         if state is EngineState.HEALTHY:
             said = await self._client.state()
             if (beyond := exposed_at(self.config.port)) is not None:
@@ -204,7 +218,7 @@ class Replica:
         self._session.changed()
 
     def held(self) -> HeldMemory | None:
-        """Return the measured memory of a guest."""
+        """Return the measured memory of a guest; None for a dedicated replica."""
         return None
 
     def must_end(self) -> str | None:
@@ -217,17 +231,23 @@ class Replica:
         return None
 
     def check_room(self) -> None:
-        """Raise CardError or EngineStartError if its card has no room for the engine."""
+        """Raise CardError or EngineStartError if the replica's GPU lacks free memory for the
+        engine.
+        """
         self._parts.gpus.insist_room(self.config, 0)
 
     @property
     def held_though_barred(self) -> int | None:
-        """Measured memory of a guest that must not exist: it proves or disproves a stop."""
+        """Bytes that a guest which must not exist still holds, by the last measurement; None if it
+        may exist, was not measured or is no guest. 0 proves the stop.
+        """
         return None
 
     @property
     def reclaim_s(self) -> float:
-        """The time that a reclaim of its memory may take."""
+        """Seconds that a reclaim of the replica's memory may take: the smaller of its own limit and
+        the scheduler's deadline.
+        """
         return self._parts.orders.caps.reclaim_s(self.config.reclaim_s)
 
     def _cgroup(self) -> Path | None:
@@ -247,7 +267,7 @@ class Replica:
             self._session.say(released=released)
 
     def start_anew(self, why: str) -> None:
-        """Start the engine with the leased job's model; the lease lives on meanwhile."""
+        """Restart the engine with the model that its lease asks for; the lease continues meanwhile."""
         if self.supervisor.state is not EngineState.HEALTHY and self.model == self._wanted_model:
             return  # That is what starts now.
         self.model = self._started_model = self._wanted_model
@@ -275,7 +295,9 @@ class Replica:
         self._session.say(activation=told)
 
     def _broken(self, reason: str) -> None:
-        """End an engine that does not obey, and start from the base: no turn may run on it."""
+        """Revoke the lease and restart the engine with its base weights; the replica is not offered
+        until the new engine has proven them.
+        """
         self._trusted = False
         self.lease_agent.happened(Revoked(reason))
         self.supervisor.restart(reason)
@@ -285,9 +307,10 @@ class Replica:
 
 
 class Guest(Replica):
-    """Replica beside a host: it runs as its guard grants, and gives its memory back.
+    """Replica that shares the GPU or core of a host: it runs as far as its guard grants, and gives
+    memory back to the host.
 
-    Its guard calls it in a thread of its own: see `GuardedGuest`.
+    The guard thread calls it through `GuardedGuest`.
     """
 
     def __init__(self, config: ReplicaConfig, parts: NodeParts, host: Host | None) -> None:
@@ -304,7 +327,9 @@ class Guest(Replica):
     # ---- rules of the engine's life ----
 
     def must_end(self) -> str | None:
-        """Return why the guest must not exist now, else None. The kill switch waits for nothing."""
+        """Return why the guest's process must be ended now, else None: the kill switch at once,
+        harvest mode OFF once its turns are drained or `reclaim_s` has passed.
+        """
         if self._orders.kill_switch.engaged:
             return KILLED
         # Without a right to exist it still may finish handing its turns back, within its deadline.
@@ -315,7 +340,9 @@ class Guest(Replica):
         return OFF if late or self.lease_agent.core.status().vacant else None
 
     def must_wait(self) -> str | None:
-        """Return why the guest must not be started now, else None."""
+        """Return why the guest must not be started now, else None; a guest that runs already may
+        stay.
+        """
         if not self._orders.harvest.known:
             return UNTOLD
         if self._orders.caps.cut_off:
@@ -330,7 +357,9 @@ class Guest(Replica):
         return self._hang.reason(self.state, self.supervisor.pid)
 
     def check_room(self) -> None:
-        """Raise CardError or EngineStartError without room beside the host's headroom."""
+        """Raise CardError or EngineStartError if the GPU lacks free memory for the engine beyond
+        the host's headroom.
+        """
         host = self._parts.config.host
         self._parts.gpus.insist_room(self.config, host.headroom_bytes if host else 0)
 
@@ -353,7 +382,9 @@ class Guest(Replica):
     # ---- grants ----
 
     def start_guard(self, host: Host) -> None:
-        """Start the grant loop beside the host."""
+        """Create the guest's reclaimer and guard, and start the guard thread, which writes grants
+        on the host's control page.
+        """
         config = self.config
         limits = GuardConfig(
             token_budget=config.token_budget,
@@ -380,7 +411,9 @@ class Guest(Replica):
         self.guard.start()
 
     async def end_guard(self) -> None:
-        """End reclaim and grant loop."""
+        """Cancel a running reclaim and stop the guard thread; the guest then freezes when its last
+        grant expires.
+        """
         if self.reclaimer:
             await self.reclaimer.end()
         if self.guard:
@@ -402,7 +435,9 @@ class Guest(Replica):
         self._boost.set(self._healthy_group() if on else None)
 
     def overdue(self, owed_bytes: int) -> None:
-        """Reclaim memory of the host that the guest has kept for too long (any thread)."""
+        """Start a reclaim, in the event loop, of `owed_bytes` that the guest kept past their
+        deadline (any thread).
+        """
         self._loop.call_soon_threadsafe(self._overdue, owed_bytes)
 
     def stalled(self, reason: str) -> None:
@@ -440,7 +475,7 @@ class Guest(Replica):
         return DeviceMemory(gpus.reader, gpus.card(self.config.device), group, lambda: self.state)
 
     def held(self) -> HeldMemory:
-        """Measure the guest's memory (any thread, takes milliseconds)."""
+        """Measure the guest's memory now, with its source (any thread, takes milliseconds)."""
         return HeldMemory.now(self.gauge())
 
     def hold(self, cap: int | None) -> None:
@@ -461,9 +496,10 @@ class Guest(Replica):
         return amount if amount is not None and self._orders.bars(self.config.id) else None
 
     async def prove_stop(self) -> None:
-        """Measure a guest that must not exist, and record when nothing of it is left.
+        """Measure the memory of a guest that must not exist, and log `stop_proved` or
+        `stop_overdue` once.
 
-        In a thread: a kernel or driver that hangs must not hold up leases.
+        The measurement runs in a thread: a kernel or driver that hangs must not delay leases.
         """
         name = self.config.id
         barred = self._orders.bars(name)
@@ -483,7 +519,9 @@ UNSHAPED = frozenset({"_name_or_path", "dtype", "torch_dtype", "transformers_ver
 
 @lru_cache(maxsize=256)
 def same_architecture(one: Path, other: Path) -> bool:
-    """Return True if two models differ in their weights alone. Unreadable ones never agree."""
+    """Return True if the `config.json` files of two model folders are equal apart from names and
+    dtype, so that the weights have equal shapes; False if one cannot be read. Results are cached.
+    """
     try:
         first, second = (
             {k: v for k, v in said.items() if k not in UNSHAPED}
@@ -500,9 +538,10 @@ def build_reports(
     hosts: Sequence[rose_pb2.HostTelemetry] = (),
     left: tuple[int, int] = (0, 0),
 ) -> list[rose_pb2.NodeReport]:
-    """Return the offers of all replicas, then the telemetry of hosts and guests.
+    """Return two reports for the scheduler: the offers of all replicas, then the telemetry of
+    guests and hosts.
 
-    `left`: requests of hosts that are gone, which met their targets and did not.
+    left: counts (met targets, missed one) of requests of hosts that are gone.
     """
     offers = rose_pb2.Offers(offers=[_offer(replica) for replica in replicas])
     telemetry = rose_pb2.Telemetry(
@@ -588,7 +627,9 @@ def _guest(replica: Replica) -> rose_pb2.GuestTelemetry:
 
 
 def _lend_bytes(config: ReplicaConfig, guard: GuardThread | None) -> int | None:
-    """KV memory of a guest that has everything; beyond its own only what its host does not use."""
+    """Return the KV bytes that the guest could have now: its own, plus the host's unused share of
+    the rest; None without a guard.
+    """
     if guard is None:
         return None
     own, host = config.kv_base_bytes, guard.host

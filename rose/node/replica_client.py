@@ -22,11 +22,15 @@ _T = TypeVar("_T")
 
 
 class UnprovenError(RefusedError):
-    """The replica does not know which weights its engine runs; only a new life of it does."""
+    """Error reply of a replica that does not know which weights its engine runs; only a restart of
+    the engine resolves it.
+    """
 
 
 class ReplicaHostBusyError(RefusedError):
-    """The replica's host has not been idle for long enough to take a version beside it."""
+    """Error reply of a replica whose host has not been idle for long enough to apply a weight
+    version beside it; try again later.
+    """
 
 
 _REFUSALS = {"unproven": UnprovenError, "host_busy": ReplicaHostBusyError}
@@ -34,20 +38,20 @@ _REFUSALS = {"unproven": UnprovenError, "host_busy": ReplicaHostBusyError}
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAnswer:
-    """Any HTTP reply of a replica."""
+    """HTTP reply of a replica: status code and body."""
 
     status: int
     body: bytes
 
     @property
     def kind(self) -> str:
-        """Kind of an error of the contract's shape, "" for any other reply."""
+        """Error type in a body of the contract's error shape, "" for any other body."""
         refusal = _read(self.body, Refusal)
         return refusal.error.type if refusal else ""
 
     @property
     def said(self) -> str:
-        """The reply as one line for a person."""
+        """HTTP status and error message, or the first 200 bytes of the body, in one line for a log."""
         refusal = _read(self.body, Refusal)
         text = refusal.error.message if refusal else self.body[:200].decode(errors="replace")
         return f"HTTP {self.status} {text}"
@@ -55,9 +59,11 @@ class ReplicaAnswer:
 
 @dataclass(eq=False)
 class ReplicaClient:
-    """One replica's control calls. Raises UnavailableError when it does not answer.
+    """HTTP client of one replica's control routes. Every call raises UnavailableError if the
+    replica does not answer.
 
-    headers: what a request for control bears now; each life of an engine has its own secret.
+    _headers: returns the headers of a control request now; each start of the engine has a new
+    secret.
     """
 
     _session: aiohttp.ClientSession
@@ -65,7 +71,7 @@ class ReplicaClient:
     _headers: Callable[[], Mapping[str, str]] = dict
 
     async def state(self) -> ReplicaState:
-        """Return the replica's own state."""
+        """Return the replica's own account of its lease, turns, job and policy version."""
         answer = await self._call("GET", STATE, None, CALL_TIMEOUT_S)
         account = _read(answer.body, ReplicaState) if answer.status == 200 else None
         if account is None:
@@ -73,20 +79,23 @@ class ReplicaClient:
         return account
 
     async def admit(self, epoch: int, job: str = "") -> None:
-        """Open admission for a job's lease."""
+        """Tell the replica to admit turns under the lease `epoch` of `job`. Raises RefusedError."""
         await self._checked(ADMIT, EpochBody(epoch, job=job))
 
     async def drain(self, epoch: int, reason: str) -> int:
-        """Close admission and end all turns; returns how many were ended."""
+        """Tell the replica to stop admission and end all turns of the lease `epoch`; return the
+        number of turns that were ended. Raises RefusedError.
+        """
         answer = await self._checked(DRAIN, EpochBody(epoch, reason))
         drained = _read(answer.body, Drained)
         return drained.aborted if drained else 0
 
     async def sleep(self) -> None:
-        """vLLM's own route: give up weights and KV. Its answer proves nothing.
+        """Call vLLM's own sleep route, which frees weights and KV memory; a success does not prove
+        that memory was freed.
 
-        Raises RefusedError where there is no such route, UnavailableError when it broke on the way:
-        vLLM fails once its weights are gone when a neighbour on the GPU took memory meanwhile.
+        Raises RefusedError where there is no such route, and UnavailableError for a 5xx reply: vLLM
+        fails after its weights are gone if another process on the GPU took the memory meanwhile.
         """
         answer = await self._call("POST", f"/sleep?level={SLEEP_LEVEL}", None, CALL_TIMEOUT_S)
         if answer.status != 200:
@@ -96,11 +105,13 @@ class ReplicaClient:
     async def apply(
         self, manifests: Sequence[Path], chunks: Path, on_update: OnUpdate = OnUpdate.RECOMPUTE
     ) -> UpdateApplied:
-        """Activate the last of versions that follow each other, all of them at once.
+        """Apply the manifests of successive versions in one update and return the replica's report
+        of the last version.
 
-        Raises WrongBaseError when the replica holds other weights, RefusedError for a version that
-        it does not take, HostBusyError for one that it takes later, UnprovenError when nobody knows
-        any more which one it runs.
+        chunks: folder of the files that the manifests name. Raises WrongBaseError if the replica
+        holds other weights than the first manifest builds on, RefusedError for a version that it
+        rejects, ReplicaHostBusyError for one to try later, and UnprovenError if its weights are
+        unknown now.
         """
         paths = [str(path) for path in manifests]
         body = ApplyBody(str(chunks), manifests=paths, on_update=on_update)
@@ -145,7 +156,9 @@ class ReplicaClient:
 
 
 def _read(body: bytes, kind: type[_T]) -> _T | None:
-    """Decode a reply, None for an invalid one: no engine's reply may end the daemon."""
+    """Return the decoded body of a reply, None if it is not valid JSON of this type: no engine's
+    reply may end the daemon.
+    """
     try:
         return msgspec.json.decode(body, type=kind)
     except BAD_BYTES:

@@ -40,15 +40,17 @@ MAX_PENDING_REPORTS = 1_024
 
 
 class StalledError(UnavailableError):
-    """This process stood still while a stream was open."""
+    """Error raised when this process was suspended or hung for longer than STALL_S while its stream
+    was open.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Name of a node, and what it tells a scheduler of itself.
+    """Name of a node and what its hello tells the scheduler.
 
-    cluster, relay_url: the nodes with which it shares weights, and where they fetch them. labels:
-    by which capacity policies select it.
+    cluster: label of the nodes with which it shares weights. relay_url: URL at which they fetch
+    weights from it, "" without a relay. labels: labels by which capacity policies select nodes.
     """
 
     node: str
@@ -58,12 +60,13 @@ class NodeIdentity:
 
 
 class SchedulerSession:
-    """Keeps an Attach stream to the leader open; `reports` gives what to say, `obey` takes orders.
+    """Client of the scheduler: it keeps an Attach stream to the leader open, sends reports and
+    obeys commands.
 
-    scheduler: HOST:PORT, several with commas; raises `ConfigError` for what is none.
-    caps: told when a scheduler is heard, and when it is lost.
-    clock: one that counts suspended time.
-    `obey` must not wait for an engine: renewals of other leases stand behind it.
+    scheduler: HOST:PORT, several with commas; an invalid one raises ConfigError. reports: returns
+    the reports to send now, called every half second. obey: carries out one command; it must not
+    wait for an engine, because renewals of other leases are queued behind it. caps: is told when a
+    stream opens and ends. clock: seconds of a clock that counts suspended time.
     """
 
     def __init__(
@@ -101,11 +104,13 @@ class SchedulerSession:
         self._pending: deque[rose_pb2.NodeReport] = deque(maxlen=MAX_PENDING_REPORTS)
 
     def changed(self) -> None:
-        """Report soon instead of at the next interval."""
+        """Wake the sender so that reports are sent now instead of at the next interval."""
         self._changed.set()
 
     def say(self, **report: Any) -> None:  # noqa: ANN401 -- fields of a message
-        """Send a report with these fields, soon."""
+        """Queue one NodeReport with these fields, to be sent before the regular reports; a queue of
+        a lost stream is dropped.
+        """
         self._pending.append(rose_pb2.NodeReport(node=self._node, **report))
         self._changed.set()
 
@@ -135,9 +140,10 @@ class SchedulerSession:
                 await asyncio.sleep(leader.pause_s)
 
     async def _follow(self, call: "grpc.aio.StreamStreamCall[Any, Any]", stall: Stall) -> None:
-        """Obey one stream to its end. Raises TimeoutError where the leader falls silent.
+        """Read and obey commands until the stream ends.
 
-        Raises StalledError where this process stood still. Whoever leads says its mode at once.
+        Raises TimeoutError if the leader is silent for SILENT_S, and StalledError if this process
+        stood still. A leader sends its harvest mode at once.
         """
 
         def look() -> None:
@@ -169,13 +175,15 @@ class SchedulerSession:
             call.cancel()
 
     def _miss(self, why: str) -> None:
-        """Record that the leader is lost, once until one is found."""
+        """Log `scheduler_lost` with the reason, once until a leader answers again."""
         if not self._lost:
             self._lost = True
             self._events.write("scheduler_lost", message=why)
 
     def _take(self, command: rose_pb2.NodeCommand) -> None:
-        """Obey one command. One that cannot be obeyed is left out: the next ones still count."""
+        """Check and obey one command, and confirm a numbered harvest order; a command that fails is
+        logged as refused and skipped.
+        """
         try:
             check_order(command)
             self._obey(command)
@@ -202,7 +210,9 @@ class SchedulerSession:
 
 
 def _apart(command: rose_pb2.NodeCommand) -> Sequence[rose_pb2.NodeCommand]:
-    """Renewals that come together, each by itself: one that is refused leaves the others."""
+    """Return the command as a list of commands: one lease command for each renewal in it, so that a
+    refused one leaves the others; any other command alone.
+    """
     if command.WhichOneof("command") != "renewals":
         return (command,)
     return [rose_pb2.NodeCommand(lease=lease) for lease in command.renewals.leases]

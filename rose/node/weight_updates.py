@@ -49,9 +49,11 @@ STEPS_KEPT = 4_096
 
 @dataclass(frozen=True, slots=True)
 class KnownVersion:
-    """A version that was announced: whose it is, what it builds on and where it is.
+    """One announced weight version: its job, its number, its parent version and the URL that serves
+    it.
 
-    parent: the version itself for a base, which builds on nothing.
+    parent: the version that its delta builds on; the version itself for a base, which builds on
+    nothing.
     """
 
     job: str
@@ -61,14 +63,18 @@ class KnownVersion:
 
 
 class AnnouncedVersions:
-    """Announced versions of each job by their parent; version 0 is the job's model."""
+    """Weight versions that the scheduler announced, by job and parent version; version 0 is the
+    job's initial model.
+    """
 
     def __init__(self) -> None:
         self._by_parent: dict[str, dict[int, KnownVersion]] = {}
         self._newest: dict[str, KnownVersion] = {}
 
     def add(self, known: KnownVersion) -> None:
-        """Learn of a version; learning it twice changes nothing."""
+        """Record an announced version; a repeated call changes nothing, and a base forgets the
+        job's earlier deltas.
+        """
         steps = self._by_parent.setdefault(known.job, {})
         if known.parent == known.version:
             # A run that starts anew: no step of the chain before leads to it.
@@ -83,21 +89,25 @@ class AnnouncedVersions:
 
     @property
     def only_job(self) -> str:
-        """The job of which all versions are, "" where there are none, or several jobs' ones."""
+        """Name of the job if all known versions are of one job, else ""."""
         return next(iter(self._newest)) if len(self._newest) == 1 else ""
 
     def newest_of(self, job: str) -> KnownVersion | None:
-        """Return the job's newest version, None before the first."""
+        """Return the job's newest announced version, None if none was announced."""
         return self._newest.get(job)
 
     def after(self, version: int, job: str = "") -> KnownVersion | None:
-        """Return the job's step that follows `version`, None when that is up to date."""
+        """Return the announced delta of the job that builds on `version`, None without one. An
+        empty `job` means the only known job.
+        """
         return self._by_parent.get(job or self.only_job, {}).get(version)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Source of versions, shared by all replicas of a node."""
+    """Objects with which all replicas of a node fetch weights: HTTP session, chunk fetcher,
+    announced versions, verify key and publisher client.
+    """
 
     session: aiohttp.ClientSession
     fetcher: ChunkFetcher
@@ -112,9 +122,11 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class FetchedUpdate:
-    """Manifests that lead to `version`, in order; all their chunks are here.
+    """Result of a fetch: manifest files that lead to `version`, in order, with all their chunks on
+    disk.
 
-    `on_update`: what the last of them wants for turns in flight.
+    wire_bytes: bytes that were downloaded. on_update: treatment of turns in flight that the last
+    manifest asks for.
     """
 
     version: int
@@ -125,9 +137,10 @@ class FetchedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequest:
-    """Request for a replica's update. `held`: its version of the target's job, None: another's.
+    """Request to bring a replica to the version `target`.
 
-    `rebase`: it holds other weights than its version says.
+    held: version of the target's job that the replica has, None if its weights are another job's.
+    rebase: True if its weights differ from what `held` says, so that a base is needed.
     """
 
     replica: str
@@ -139,10 +152,12 @@ class UpdateRequest:
 async def fetch_update(
     source: WeightSource, request: UpdateRequest, on_reject: Callable[[str], None], hold: set[str]
 ) -> FetchedUpdate:
-    """Have all that the engine needs in the store; `hold` takes the names of the files.
+    """Download the manifests and chunks that lead the replica from its weights to the target, and
+    return them.
 
-    Raises RoseError or WeightError that says what is in the way; CatalogError only when a base is
-    needed and there is none.
+    on_reject: called with the name of each file that fails verification. hold: receives the names
+    of the files that must not be evicted. Raises RoseError or WeightError; CatalogError only if a
+    base is needed and there is none.
     """
     url = request.target.url
     async with source.reader.lease(url, request.replica, request.held or 0):
@@ -186,7 +201,9 @@ async def _plan(source: WeightSource, request: UpdateRequest) -> FetchPlan:
 
 
 def rebased(catalog: Catalog, held: int | None, target: int) -> FetchPlan:
-    """Return the cheapest way to `target` from a base after `held`; CatalogError without any."""
+    """Return the plan with the fewest bytes that leads to `target` from a base newer than `held`.
+    Raises CatalogError if there is none.
+    """
     after = -1 if held is None else held
     newer = {version: size for version, size in catalog.bases.items() if version > after}
     return Catalog(newer, catalog.deltas).plan(None, target)
@@ -196,7 +213,8 @@ _log = logging.getLogger(__name__)
 
 
 class WeightNetwork:
-    """One node's connections for weights, and its relay where it has one.
+    """HTTP connections with which a node fetches weights, and its relay server if one is
+    configured.
 
     Raises ConfigError for credentials that cannot be used.
     """
@@ -216,19 +234,25 @@ class WeightNetwork:
 
     @property
     def damaged_files(self) -> int:
-        """Chunks and manifests that this node's disk damaged since its start."""
+        """Number of chunk and manifest files that were damaged on this node's disk since it
+        started.
+        """
         return self._source.receiving.store.damaged_files if self._source else 0
 
     @property
     def relay_url(self) -> str:
-        """URL at which neighbours fetch from this node; empty if it relays nothing."""
+        """URL at which neighbours fetch weights from this node; empty if it has no relay."""
         relay = self._config.relay
         return f"{self._credentials.scheme}://{host_port(relay.host, relay.port)}" if relay else ""
 
     async def start(
         self, replicas: aiohttp.ClientSession, chain: AnnouncedVersions
     ) -> WeightSource:
-        """Open it. `replicas`: the session to this node's own engines. ConfigError."""
+        """Open the connections, start the relay if there is one, and return the source of weights
+        for this node's replicas. Raises ConfigError.
+
+        replicas: HTTP session to this node's own engines.
+        """
         config = self._config
         self._session = self._credentials.session()
         store = ChunkStore(config.weights)
@@ -256,19 +280,23 @@ class WeightNetwork:
         return self._source
 
     def enrol(self, members: Sequence[str]) -> None:
-        """Set the URLs of the cluster's relays."""
+        """Set the URLs of the cluster's relays, from which chunks are fetched."""
         if self._source:
             self._source.fetcher.enrol(members)
 
     def follow(self, known: KnownVersion) -> None:
-        """Neighbours may ask for any part of a version, whether or not an engine here needs it."""
+        """Allow the relay to fetch and serve any part of an announced version, even if no engine
+        here needs it.
+        """
         if self._source:
             self._source.fetcher.follow(known.job, known.url, self._source.verify_key)
 
     async def _join(
         self, fetcher: ChunkFetcher, mine: Membership, leading: GroupLead | None
     ) -> None:
-        """Weights come over HTTP until all members are there."""
+        """Join the NCCL group of GPUs that exchanges chunks; until all members are there, or after
+        a failure, weights come over HTTP.
+        """
         assert self._session is not None
         try:
             fetcher.group = await join_group(self._session, mine, leading)
@@ -276,7 +304,7 @@ class WeightNetwork:
             _log.warning("joins no group of GPUs, weights come over HTTP: %s", error)
 
     async def close(self) -> None:
-        """Close all connections; what came stays on disk."""
+        """Close all connections and the relay; downloaded files stay on disk."""
         if self._joining:
             self._joining.cancel()
             await asyncio.gather(self._joining, return_exceptions=True)
@@ -295,27 +323,28 @@ MAX_PAUSE_S = 5.0
 
 
 class UpdateOwner(Protocol):
-    """Owner of an engine whose weights are updated."""
+    """Owner of an engine whose weights are updated: it is told the result of updates."""
 
     def activated(self, job: str, version: int) -> None:
-        """Take the version that the engine now runs."""
+        """Handle the proven activation of a job's weight version in the engine."""
 
     def unproven(self, version: int, why: str) -> None:
-        """End the engine: nobody knows which weights it runs."""
+        """End the engine, because it is not known which weights it runs."""
 
     def start_anew(self, why: str) -> None:
-        """Start the engine anew for the job that leases it."""
+        """Restart the engine with the model of the job that leases it."""
 
 
 class Updates:
-    """The version of one engine, and the job that it is of.
+    """Background task that keeps one engine at the newest weight version of the job that leases it.
 
-    It follows the job of the last lease; before the first lease, the job of the engine's weights.
-    Another job's weights are replaced through a base; without one the engine starts anew.
+    version, job: what the engine has proven to run; 0 and "" if it runs its model folder's weights.
+    Before the first lease it follows the job of the engine's weights. The weights of another job
+    are replaced through a base; without one the engine is restarted.
 
-    A version that cannot be fetched leaves the replica stale, and it is tried again, less and less
-    often. An engine that holds other weights than its version says is given a base. One that cannot
-    prove a version is ended: nobody knows what it runs.
+    A version that cannot be fetched is tried again with growing pauses, and the replica stays
+    stale. An engine that holds other weights than its version says is given a base. An engine that
+    cannot prove a version is ended.
     """
 
     def __init__(
@@ -347,9 +376,10 @@ class Updates:
         self._wake = asyncio.Event()
 
     def serve(self, job: str, latest: int, *, other_model: bool = False) -> None:
-        """Follow the job that leases the replica; `latest` is the job's newest version.
+        """Set the job to follow, which leases the replica, and wake the task if it changed.
 
-        other_model: the engine runs another model of the same architecture.
+        latest: the job's newest version by the scheduler. other_model: True if the engine runs
+        another model of the same architecture.
         """
         changed = (job, other_model) != (self._wanted, self._other_model)
         self._wanted, self._latest, self._other_model = job, latest, other_model
@@ -359,7 +389,9 @@ class Updates:
             self._wake.set()
 
     def engine_up(self, version: int, job: str = "") -> None:
-        """Take a healthy engine: a new one runs the base, an adopted one its proven version."""
+        """Record a healthy engine and the version and job that it reports: 0 and "" for a new one,
+        the proven ones for an adopted one.
+        """
         self._life += 1
         self.job = job
         self._up = True
@@ -369,14 +401,16 @@ class Updates:
         self._wake.set()
 
     def engine_down(self) -> None:
-        """Forget the state of an engine that has ended."""
+        """Forget the version and job of an engine that has ended; answers to calls of it are
+        ignored.
+        """
         self._life += 1
         self._up = False
         self.version = 0
         self.job = ""
 
     def wake(self) -> None:
-        """Look for a new version."""
+        """Wake the task, because a new version was announced."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -396,7 +430,7 @@ class Updates:
 
     @property
     def _foreign(self) -> bool:
-        """True if the engine's weights are not a version of the leasing job's."""
+        """True if the engine's weights are not known to be a version of the leasing job."""
         if not self._wanted:
             return False
         # An engine that does not say whose version it has is not believed to have this job's.
@@ -408,7 +442,9 @@ class Updates:
         return bool(self._wanted) and known.job != self._wanted
 
     def _due(self) -> KnownVersion | None:
-        """Return the version that the replica should have and has not."""
+        """Return the version that the engine should be updated to, None if it is up to date;
+        restart the engine if the leasing job is still at version 0.
+        """
         chain = self._source.chain
         newest = chain.newest_of(self._wanted or self.job or chain.only_job)
         if self._foreign:
@@ -418,7 +454,9 @@ class Updates:
         return newest if newest is not None and newest.version > self.version else None
 
     async def _try(self, known: KnownVersion) -> bool:
-        """One update, which ends by whatever goes wrong in it: neither this task nor the node."""
+        """Return True if one update ended so that the next may begin at once; log any error and
+        return False, so that it is tried again after a pause.
+        """
         try:
             # Until the engine has read them, the files of this version are not to be evicted.
             with self._source.receiving.cache.hold() as hold:
@@ -469,7 +507,9 @@ class Updates:
         return True
 
     def _restart_for(self, known: KnownVersion, why: str) -> None:
-        """Start the engine anew: it cannot be updated to the leasing job's weights."""
+        """Restart the engine with the leasing job's model, because it cannot be updated to that
+        job's weights.
+        """
         if self._foreign and known.job == self._wanted:
             self._owner.start_anew(why)
 
@@ -495,7 +535,9 @@ class Updates:
                 self._refused(version, str(error))
 
     async def _look(self, version: int, life: int) -> None:
-        """An update that nobody heard the end of may have come to its end all the same."""
+        """Ask the replica which version it runs after an update whose reply was lost, and record
+        it.
+        """
         try:
             account = await self._client.state()
         except UnavailableError:
