@@ -182,7 +182,9 @@ class Replica:
         return f"{self.config.id}: {part}"
 
     async def stop(self, reason: str) -> None:
-        """Revoke the lease, wait up to DRAIN_PATIENCE_S for its turns to end, then stop the engine."""
+        """Revoke the lease, wait up to DRAIN_PATIENCE_S for its turns to end, then stop the
+        engine.
+        """
         self.lease_agent.happened(Revoked(reason))
         await self.lease_agent.settle(DRAIN_PATIENCE_S)
         await self.supervisor.stop()
@@ -267,7 +269,9 @@ class Replica:
             self._session.say(released=released)
 
     def start_anew(self, why: str) -> None:
-        """Restart the engine with the model that its lease asks for; the lease continues meanwhile."""
+        """Restart the engine with the model that its lease asks for; the lease continues
+        meanwhile.
+        """
         if self.supervisor.state is not EngineState.HEALTHY and self.model == self._wanted_model:
             return  # That is what starts now.
         self.model = self._started_model = self._wanted_model

@@ -51,7 +51,9 @@ class ReplicaAnswer:
 
     @property
     def said(self) -> str:
-        """HTTP status and error message, or the first 200 bytes of the body, in one line for a log."""
+        """HTTP status and error message, or the first 200 bytes of the body, in one line
+        for a log.
+        """
         refusal = _read(self.body, Refusal)
         text = refusal.error.message if refusal else self.body[:200].decode(errors="replace")
         return f"HTTP {self.status} {text}"
