@@ -68,15 +68,16 @@ AUDITED = frozenset(
 
 
 class GuardDiedError(RoseError):
-    """The grant loop broke; its guest is frozen and the node must be started anew."""
+    """Error raised when a guard's grant loop broke: its guest is frozen, and the node must be
+    restarted.
+    """
 
 
 @dataclass(slots=True)
 class Room:
-    """A host and the replicas beside it; without a host, those that have a GPU alone.
+    """One host and the replicas beside it; without a host, the replicas that have a GPU alone.
 
-    The one host of a node's file has a room that stays, each that is found one for as long as it is
-    there.
+    The room of the host in a node's file stays for ever, that of a discovered host until it leaves.
     """
 
     host: Host | None
@@ -84,10 +85,12 @@ class Room:
 
 
 class NodeDaemon:
-    """One node. `run` returns when `stop` was called and nothing it started is left."""
+    """Node daemon: it runs the node's replicas, guards, weight updates, metrics and scheduler
+    session until `stop`.
+    """
 
     def __init__(self, config: NodeConfig, gpus: Gpus | None = None) -> None:
-        """Raises CardError where a replica's GPU cannot be used, PageError where a page cannot."""
+        """Raise CardError if a replica's GPU cannot be used, PageError if a control page cannot."""
         self._config = config
         self._gpus = gpus or Gpus()
         self._gpus.insist_all(config.with_host(None) if config.discover else config)
@@ -128,16 +131,20 @@ class NodeDaemon:
         self._proxy = ProxyProcess(config, self._session.changed) if config.proxy else None
 
     def stop(self) -> None:
-        """Drain, end every engine, and let `run` return."""
+        """Tell `run` to drain leases, end every engine and return."""
         self._stopping.set()
 
     def kill(self) -> None:
-        """Set the kill switch: every guest ends at once, and none starts until it is taken back."""
+        """Set the kill switch, so that every guest ends at once and none starts until its file is
+        removed.
+        """
         self._orders.kill_switch.engage()
         self._events.write("kill_switch_set", by="signal")
 
     async def run(self) -> None:
-        """Serve until stopped. Raises what broke, once everything it started is ended."""
+        """Run the node until `stop`; end everything that it started, then raise the error of a
+        background task that failed for good.
+        """
         private_folder(self._config.run_dir)
         if self._config.metrics_port:
             await self._serve_metrics(self._config.metrics_port)
@@ -184,7 +191,9 @@ class NodeDaemon:
         self._events.write("node_started", node=self._config.node)
 
     def _furnish(self, config: NodeConfig, host: Host | None) -> Room:
-        """Return the room of a host, or of none, with all replicas that `config` has."""
+        """Create the replicas of `config` beside a host, or without one; start the guard of each
+        guest and return their room.
+        """
         room, parts = Room(host), replace(self._parts, config=config)
         for each in config.replicas:
             guest = Guest(each, parts, host) if each.kind == "guest" else None
@@ -221,7 +230,9 @@ class NodeDaemon:
             await asyncio.sleep(LOOK_S)
 
     async def _look_for_hosts(self, discover: DiscoverConfig) -> None:
-        """Look for hosts in a thread: a folder that hangs must not hold up leases."""
+        """Scan the folder for hosts, close the rooms of lost ones and open those of new ones; the
+        scan runs in a thread, because a folder that hangs must not delay leases.
+        """
         seen = await asyncio.to_thread(look, discover.folder, discover.page_group)
         acts = self._book.step(seen)
         await asyncio.gather(*(self._close(act.name) for act in acts if isinstance(act, HostLost)))
@@ -245,7 +256,9 @@ class NodeDaemon:
                 self._events.write("page_swept", page=str(dead.page))
 
     async def _take_in(self, came: HostFound, discover: DiscoverConfig) -> None:
-        """Open a host's room. A host that cannot be opened is tried again."""
+        """Open the room of a new host; a host that cannot be opened is forgotten, so that the next
+        scan tries again.
+        """
         try:
             await self._open(came.host, came.slot, discover)
         except PageError as error:
@@ -259,7 +272,9 @@ class NodeDaemon:
         self._events.write("host_refused", page=str(refused.page), message=refused.reason)
 
     async def _open(self, found: FoundHost, slot: int, discover: DiscoverConfig) -> None:
-        """Make the room of a host; one that cannot have a guest is watched. Raises PageError."""
+        """Open a host's control page, create its room and start its replicas; a host that cannot
+        have a guest gets none. Raises PageError.
+        """
         named: dict[str, object] = {"host": found.name, "page": str(found.page)}
         config = found.config(discover)
         page = ControlPage.open(found.page, discover.page_group)
@@ -281,7 +296,9 @@ class NodeDaemon:
             replica.start(self._background)
 
     async def _beside(self, found: FoundHost, config: HostConfig, slot: int) -> NodeConfig:
-        """Return this node with the one host, and with a guest if the host can have one."""
+        """Return the node's configuration with this host alone, and with its guest if the host can
+        have one.
+        """
         try:
             wanted = self._config.with_host(config, slot)
             if wanted.replicas and not found.alone:
@@ -295,7 +312,9 @@ class NodeDaemon:
         return wanted
 
     async def _close(self, name: str) -> None:
-        """End the guest of a host that left, and let go of its page."""
+        """Stop the guest of a host that left, and close the host's page; unknown names are
+        ignored.
+        """
         room = self._rooms.get(name)
         if room is None or room.host is None:
             return
@@ -312,7 +331,9 @@ class NodeDaemon:
         self._session.changed()
 
     async def _look_at_hosts(self) -> None:
-        """Read the latencies of hosts without a guest; a guest's guard reads the others."""
+        """Read new latencies of hosts without a guest, again and again; guards read those of the
+        others.
+        """
         while True:
             for room in self._rooms.values():
                 if room.host:
@@ -327,7 +348,9 @@ class NodeDaemon:
         )
 
     async def _trim_engine_logs(self) -> None:
-        """Trim the files of engines' output, which the engines never close."""
+        """Trim the output files of engines and proxy to the log limits once a minute, for ever,
+        because engines never close them.
+        """
         while True:
             logs = {name: each.supervisor.spec.log for name, each in self._replicas.items()}
             if self._proxy:
@@ -431,6 +454,8 @@ class NodeDaemon:
                 self._ignore(command)
 
     def _ignore(self, command: rose_pb2.NodeCommand) -> None:
-        """Record a command of a newer scheduler; an empty one says only that the leader lives."""
+        """Log a command that this release does not know; an empty command is only the leader's
+        heartbeat.
+        """
         if command.ByteSize():  # of a newer scheduler
             self._events.write("command_ignored", command=None)

@@ -65,7 +65,9 @@ _NS = 1e9
 
 
 class ReplicaPoller:
-    """Keeps what the engine said last of its turns; one that does not answer has an empty state."""
+    """Poller of an engine without a control page: every second it stores the engine's running and
+    waiting turns and its token count in `state`, zeros without an answer.
+    """
 
     def __init__(self, client: ReplicaClient, is_up: Callable[[], bool]) -> None:
         self.state = GuestState()
@@ -89,9 +91,10 @@ class ReplicaPoller:
 
 
 class LatencyHistogram:
-    """Latencies of one host's requests, counted below multiples of its target.
+    """Histogram of one host's request latencies, with buckets at multiples of its target.
 
-    One thread observes; another may read a request more in the sum than in the counts.
+    One thread calls `observe`; a reader in another may see a request in the sum and not yet in the
+    counts.
     """
 
     def __init__(self, target_s: float) -> None:
@@ -101,21 +104,23 @@ class LatencyHistogram:
         self._counts = [0] * (len(LADDER) + 1)
 
     def observe(self, seconds: float) -> None:
-        """Count one request."""
+        """Count one request's latency, in seconds."""
         self._counts[bisect_left(self._bounds_s, seconds)] += 1
         self.sum_s += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, requests that took no longer), as Prometheus has them."""
+        """Return (upper bound in seconds as text, number of requests up to it), cumulative and
+        ending at "+Inf", as Prometheus has them.
+        """
         bounds = [floatToGoString(each) for each in (*self._bounds_s, float("inf"))]  # type: ignore[no-untyped-call]
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class HostFigures:
-    """Figures of one host now; `state` is None while nobody publishes one.
+    """Figures of one host at a scrape; `state` is None if the host publishes none.
 
-    requests: those that met both targets, and those that missed one.
+    requests: counts of requests that met both targets, and that missed one.
     """
 
     name: str
@@ -127,10 +132,12 @@ class HostFigures:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFigures:
-    """Figures of one replica now; without a control page there is no grant or guest.
+    """Figures of one replica at a scrape; a replica without a control page has no grant or guest
+    state.
 
-    `owed_bytes`: KV memory that its host took back and it still keeps. `held`: all that it holds.
-    `reclaim_s`: how long a reclaim may take. `host`: name of the one that a guest is beside.
+    duty: share of the last second in which it ran. granted: number of grants written. owed_bytes:
+    KV bytes that its host took back and it still keeps. held: all memory that it holds. reclaim_s:
+    seconds that a reclaim may take. host: name of the host that a guest is beside.
     """
 
     name: str
@@ -149,11 +156,13 @@ class ReplicaFigures:
 
 @dataclass(frozen=True, slots=True)
 class NodeHealth:
-    """Health of the daemon: log records dropped; restarts, and whether it runs, by task.
+    """Health of the daemon at a scrape.
 
-    killed: its kill switch is set. cut_off_s: since when no scheduler is heard, 0 while one is.
-    certificate: Unix times between which its own one counts. hosts: how many there are by what is
-    done with them: `guarded` has a guest, `watched` has none, `refused` is a page that is no host.
+    dropped: log records lost to a full queue. restarted, running: number of restarts, and True if
+    it runs, by background task. killed: True if the kill switch is set. cut_off_s: seconds without
+    a scheduler, 0 while one is connected. certificate: Unix times at which its certificate begins
+    and ends. hosts: number of hosts by kind: `guarded` has a guest, `watched` has none, `refused`
+    is a page that cannot be used.
     """
 
     dropped: int = 0
@@ -324,7 +333,9 @@ def _latencies(hosts: Sequence[HostFigures]) -> Iterator[Metric]:
 
 
 class NodeMetrics(Collector):
-    """Asks for the views of hosts, replicas and daemon at each scrape, and counts logged events."""
+    """Prometheus collector of a node: it reads the figures of hosts, replicas and daemon at each
+    scrape, and counts logged events.
+    """
 
     def __init__(
         self,
@@ -402,7 +413,7 @@ class NodeMetrics(Collector):
         build.labels(release(), str(LAYOUT_VERSION)).set(1)
 
     def describe(self) -> Iterable[Metric]:
-        """Return nothing, so that registration asks for no view."""
+        """Return an empty list, so that registration reads no figures."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
@@ -436,7 +447,7 @@ class NodeMetrics(Collector):
         yield from _of_node(health)
 
     def heard(self, event: str, fields: Mapping[str, object]) -> None:
-        """Take one event of the log (any thread)."""
+        """Count one event of the node's event log in the metrics that it concerns (any thread)."""
         engine = str(fields.get("engine", ""))
         replica = str(fields.get("replica", engine))
         if replica:
@@ -460,13 +471,13 @@ class NodeMetrics(Collector):
             self._placed[engine] = str(fields["share"])
 
     def activated(self, record: Mapping[str, object]) -> None:
-        """Take one line of the log of activations."""
+        """Add one record of the activation log to the metrics of update bytes and pauses."""
         replica = str(record["replica"])
         self._wire.labels(replica).inc(float(str(record["wire_bytes"])))
         self._pause.labels(replica).observe(float(str(record["pause_s"])))
 
     def _show(self, shown: frozenset[str]) -> None:
-        """Begin the series of all replicas at 0, and end those of replicas that are gone."""
+        """Create the series of new replicas at 0, and remove those of replicas that are gone."""
         for name in shown - self._begun:
             self._begun.add(name)
             for family in (self._reclaim, self._wire, self._pause):
@@ -491,7 +502,9 @@ class NodeMetrics(Collector):
     async def serve(
         self, port: int, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
     ) -> None:
-        """Answer there; ConfigError when the port stays taken."""
+        """Serve `/metrics` at this address in threads. Raises ConfigError if the port stays
+        taken.
+        """
 
         async def bind() -> None:
             self._server = ThreadedMetricsServer(self.registry, host, port, tls)
@@ -504,7 +517,7 @@ class NodeMetrics(Collector):
             ) from error
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the metrics server."""
         if self._server:
             self._server.close()
 
@@ -513,7 +526,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def handle_error(self, *_: object) -> None:
-        """Ignore calls that the caller broke off."""
+        """Ignore errors of connections that the caller broke off."""
 
 
 class _Server6(_Server):
@@ -524,11 +537,13 @@ class _Handler(WSGIRequestHandler):
     timeout = PATIENCE_S
 
     def log_message(self, *_: object) -> None:
-        """Scrapes are no news."""
+        """Log nothing: scrapes are frequent."""
 
 
 class ThreadedMetricsServer:
-    """Answers with all of a registry, to everybody who reaches the address."""
+    """HTTP server, in threads, that answers every request with all metrics of a registry; it checks
+    no caller.
+    """
 
     def __init__(
         self,
@@ -537,7 +552,9 @@ class ThreadedMetricsServer:
         port: int,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Raises OSError when the port is taken. `tls`: speak it."""
+        """Bind the address and start serving, with TLS if `tls` is given. Raises OSError if the
+        port is taken.
+        """
         kind = _Server6 if ":" in host else _Server
         self._server = make_server(host, port, make_wsgi_app(registry), kind, _Handler)
         if tls is not None:
@@ -549,6 +566,6 @@ class ThreadedMetricsServer:
         threading.Thread(target=serve, name="rose-metrics", daemon=True).start()
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop the server and close its socket."""
         self._server.shutdown()
         self._server.server_close()

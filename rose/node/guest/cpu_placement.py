@@ -19,14 +19,13 @@ IDLE, NICE, PLAIN = "SCHED_IDLE", "nice", "plain"
 
 
 class CgroupRefusedError(RoseError):
-    """The operator's cgroup folder cannot be used."""
+    """Error raised when the operator's cgroup folder cannot be used for guests."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlacement:
-    """CPU placement of a process, as the kernel has it. `share`: IDLE, NICE or PLAIN.
-
-    `cgroup`: its cgroup v2 path, empty where there is none.
+    """CPU placement of a process as the kernel reports it. `share`: IDLE, NICE or PLAIN; `cgroup`:
+    its cgroup v2 path, "" without one.
     """
 
     share: str
@@ -35,7 +34,7 @@ class CpuPlacement:
 
     @classmethod
     def of(cls, pid: int) -> "CpuPlacement | None":
-        """Read it from /proc; None when the process is gone."""
+        """Return the placement of a process read from /proc, None if the process is gone."""
         try:
             idle = os.sched_getscheduler(pid) == os.SCHED_IDLE
             nice = os.getpriority(os.PRIO_PROCESS, pid) > 0
@@ -52,7 +51,9 @@ _WEIGHTS: Mapping[Share | None, str] = {"background": "1", "aside": "10", None: 
 
 
 def weigh(group: Path, share: Share | None) -> None:
-    """Set a cgroup's CPU weight; None is that of any group. Raises OSError where it may not."""
+    """Set a cgroup's CPU weight for a share; None sets the default weight. Raises OSError without
+    permission.
+    """
     idle = share == "background"
     if (group / "cpu.idle").exists():
         (group / "cpu.idle").write_text("1" if idle else "0")
@@ -62,10 +63,11 @@ def weigh(group: Path, share: Share | None) -> None:
 
 
 def guest_cgroup(parent: Path, guest: str, share: Share = "background") -> Path:
-    """Make the guest's cgroup below the delegated folder `parent`, behind others for the CPU.
+    """Create the guest's cgroup in the delegated folder `parent`, with a low CPU weight, and return
+    its path.
 
-    Inside a cgroup SCHED_IDLE counts against its own members only: beside a host in another one it
-    is the group's weight that decides. Raises CgroupRefusedError with what to do.
+    SCHED_IDLE works only among members of one cgroup: against a host in another one the group's
+    weight decides. Raises CgroupRefusedError, which says what to do.
     """
     group = parent / guest
     try:
@@ -90,9 +92,9 @@ REFUSED = (
 
 
 class CpuBoost:
-    """Priority boost of a guest that owes KV memory.
+    """Temporary CPU priority of a guest that owes KV memory to its host.
 
-    Behind a busy host a guest may wait seconds for a core before it can return anything. The caller
+    Behind a busy host a guest may wait seconds for a core before it can return memory. The caller
     keeps it frozen meanwhile, so that it uses the core for nothing else.
     """
 
@@ -101,14 +103,18 @@ class CpuBoost:
         cgroup: Path | None = None,
         share: Share = "background",
     ) -> None:
-        """`share`: its place without a boost."""
+        """cgroup: the guest's cgroup, if it has one. share: the guest's CPU share without a
+        boost.
+        """
         self._cgroup = cgroup
         self._share = share
         self._raised: int | None = None
         self._refused = False
 
     def set(self, group: int | None) -> None:
-        """Put its process group among the normal processes; None puts it back behind all others."""
+        """Give the process group `group` normal CPU priority; None gives the boosted group its low
+        share again. A missing permission is logged once.
+        """
         if group == self._raised:
             return
         if self._raised is not None:

@@ -30,14 +30,19 @@ WINDOW_NS = 1_000_000_000
 
 
 class DutyMeter:
-    """Share of the last second in which the guest had work and its gate was open."""
+    """Meter of the share of the last second in which the guest made steps and was not held back by
+    its gate.
+    """
 
     def __init__(self) -> None:
         self.value = 0.0
         self._points: deque[tuple[int, int, int]] = deque()
 
     def update(self, now_ns: int, guest: GuestState | None) -> None:
-        """Take a reading; the guest's yielded time only grows while it has work and must wait."""
+        """Recompute `value` (0 to 1) from the guest's step count and yielded time, the nanoseconds
+        in which it had work and its gate was closed; 0 without a guest or a step in the last
+        second.
+        """
         if guest is None:
             self.value = 0.0
             return
@@ -57,10 +62,11 @@ GUEST_SAMPLES: Final = "guest.jsonl"
 
 
 class GuestSample(msgspec.Struct, frozen=True):
-    """One look at the control page; times are CLOCK_MONOTONIC.
+    """One line of `guest.jsonl`: what guest and host did at one moment; times are CLOCK_MONOTONIC.
 
     reason: why the guest does not run, "ok" while it may. kv_bytes: KV memory that the guest has
-    not given back. host_kv: share of the host's KV blocks in use. Counters only grow.
+    mapped. host_kv: share of the host's KV blocks in use, 0 to 1. Token, step and time counts only
+    grow.
     """
 
     t_s: float
@@ -85,7 +91,9 @@ logger = logging.getLogger("rose.node")
 
 @dataclass(frozen=True, slots=True)
 class GuardedHost:
-    """The host's page, the reader of its latencies, and its process where that is known."""
+    """Host beside a guarded guest: its control page, the reader of its latencies, and its pid if
+    the node's file names it.
+    """
 
     page: ControlPage
     watch: HostWatch
@@ -93,33 +101,42 @@ class GuardedHost:
 
 
 class GuardedGuest(Protocol):
-    """The guest of a guard. All of it is called in the guard's thread."""
+    """Interface of a guest to its guard; every method is called in the guard's thread."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def warming(self) -> bool:
-        """True while the guest's engine starts and takes no turns yet."""
+        """True while this daemon starts the guest's engine, before it takes turns."""
 
     def lease_epoch(self) -> int | None:
-        """Return the epoch of the lease that holds now, None without one."""
+        """Return the epoch of the unexpired lease, None without one."""
 
     def boost(self, *, on: bool) -> None:
-        """Raise the guest's CPU priority while it owes memory."""
+        """Raise the guest's CPU priority with `on`, because it owes memory to its host; lower it
+        again without.
+        """
 
     def overdue(self, owed_bytes: int) -> None:
-        """Reclaim the host's memory that the guest has kept for too long."""
+        """Start a reclaim of the `owed_bytes` of KV memory that the guest kept past their
+        deadline.
+        """
 
     def stalled(self, reason: str) -> None:
-        """End the lease: the process stood still for longer than a grant lives."""
+        """Revoke the guest's lease, because the guard stood still for longer than a grant lives."""
 
     def guard_broke(self) -> None:
-        """Learn that the loop ended unasked."""
+        """Report that the grant loop ended without being stopped."""
 
 
 class GuardThread:
-    """Writes the guest's grant 50 times a second and records what host and guest do."""
+    """Thread that writes the guest's grant to the host's control page 50 times a second and records
+    samples of host and guest.
+
+    host, guest: their last states on the page. host_idle: True if the host is known to be idle.
+    grant: the last grant; granted: number of grants written. broke: the error that ended the loop.
+    """
 
     def __init__(
         self,
@@ -132,9 +149,8 @@ class GuardThread:
         caps: SchedulerCaps | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`caps`: of capacity policies; none where no scheduler set any.
-
-        `events` and `samples` must not wait for a disk.
+        """caps: the scheduler's capacity caps; without them nothing is capped. events, samples:
+        logs whose writes must not wait for a disk.
         """
         self._guest = guest
         self._name = guest.name
@@ -161,25 +177,31 @@ class GuardThread:
         self.broke = ""
 
     def start(self) -> None:
-        """Begin to grant."""
+        """Start the thread that writes grants."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop granting; the guest freezes when its last grant expires."""
+        """Stop the thread and wait up to a second for it; the guest freezes when its last grant
+        expires.
+        """
         self._stopping.set()
         self._thread.join(timeout=1.0)
 
     def hold(self, reclaim_cap: int | None) -> None:
-        """Freeze the guest and leave it so many KV granules; None ends that (any thread)."""
+        """Freeze the guest and cap its KV memory at this number of granules for a reclaim; None
+        lifts both (any thread).
+        """
         self._reclaim_cap = reclaim_cap
 
     def duty(self) -> float:
-        """Return the share of the last second in which the guest was not held back."""
+        """Return the share of the last second in which the guest made steps and was not held back,
+        0 to 1.
+        """
         return self._duty.value
 
     @property
     def owed_bytes(self) -> int:
-        """KV memory that its host took back and the guest still keeps."""
+        """Bytes of KV memory that the host took back and the guest still keeps."""
         return self._core.status().owed_bytes
 
     def _run(self) -> None:
@@ -205,7 +227,9 @@ class GuardThread:
                     self._events.write("guard_held_up", replica=self._name, message=unreadable)
 
     def tick(self) -> Grant:
-        """Write one grant. Nothing that the page says can make this raise: it freezes the guest."""
+        """Read the control page, write one grant to it and return that grant; every fifth call also
+        records a sample. No content of the page makes it raise: it freezes the guest.
+        """
         lost = self._page.cut_short
         grant = self._silenced() if lost else self._grant()
         if grant.reason != self._reason:
@@ -224,7 +248,9 @@ class GuardThread:
         logger.info("%s %s: %s", self._name, mode, explained(grant.reason))
 
     def _silenced(self) -> Grant:
-        """Write no grant to a page that lost its end; the last grant expires."""
+        """Return a grant that says PAGE_REPLACED and write nothing, because the page was cut short;
+        the last grant expires.
+        """
         self.host, self.host_idle = None, False
         self.grant = Grant(reason=FreezeReason.PAGE_REPLACED)
         return self.grant

@@ -25,7 +25,9 @@ FOLDER = "guests"
 
 @dataclass(frozen=True, slots=True)
 class GuestRecord:
-    """A guest's process, what it was started as, and the secret that controls it."""
+    """Record of a running guest: its process, a digest of the engine settings it was started with,
+    and the secret that its control requests bear.
+    """
 
     identity: ProcessIdentity
     spec: str
@@ -33,7 +35,9 @@ class GuestRecord:
 
 
 class GuestLock:
-    """The record of one guest. Raises RefusedError where another daemon holds it."""
+    """Lock and file of one guest's record; the daemon that holds the lock answers for the guest.
+    Raises RefusedError if another daemon holds it.
+    """
 
     def __init__(self, run_dir: Path, guest: str, kill_file: Path, orphan_s: float) -> None:
         self._path = run_dir / FOLDER / f"{guest}.json"
@@ -42,9 +46,11 @@ class GuestLock:
         self._held: HeldFile | None = None
 
     def found(self) -> GuestRecord | None:
-        """Claim what an earlier daemon left running; None when there is nothing of it.
+        """Lock the record of a guest that an earlier daemon left running and return it; None if
+        there is none.
 
-        What cannot be read is let go of again, and its keeper ends it.
+        A record that cannot be read, or whose process ended, is deleted and unlocked, so that its
+        keeper ends the guest.
         """
         if not self._path.exists():
             return None
@@ -56,13 +62,17 @@ class GuestLock:
         return record
 
     def begin(self) -> Keep:
-        """Claim a life that is about to start."""
+        """Create and lock a new record file for a guest that is about to start; return the keeper's
+        options, which ends the guest if the lock is let go.
+        """
         self.drop()
         self._held = HeldFile.take(self._path)
         return Keep(self._held.descriptor, self._kill_file, self._orphan_s)
 
     def record(self, pid: int, spec: EngineSpec, secret: str) -> None:
-        """Write down who runs now, for the next daemon; only this user reads the file."""
+        """Write process, settings digest and secret of the running guest to the locked file, for
+        the next daemon; only this user can read it.
+        """
         identity = ProcessIdentity.of(pid)
         if identity and self._held:
             record = {
@@ -73,7 +83,9 @@ class GuestLock:
             self._held.write(json.dumps(record).encode())
 
     def drop(self) -> None:
-        """Answer for nothing any more; a keeper that still waits here ends its guest."""
+        """Delete the record and release its lock; a keeper that still watches the file ends its
+        guest.
+        """
         # A record that stays on a disk that takes nothing names a process that is gone.
         with contextlib.suppress(OSError):
             self._path.unlink()
@@ -83,12 +95,16 @@ class GuestLock:
 
 
 def fingerprint(spec: EngineSpec) -> str:
-    """Return a digest, equal for engines that are started alike."""
+    """Return a 16-digit hex digest of an engine's settings, equal if two engines are
+    started alike.
+    """
     return hashlib.sha256(repr(spec).encode()).hexdigest()[:16]
 
 
 def running_guests(run_dir: Path) -> dict[str, GuestRecord]:
-    """Return the running guests of a node by name."""
+    """Return the records of a node's running guests by guest name; those that cannot be read are
+    left out.
+    """
     found = {path.stem: _parsed(path.read_bytes()) for path in run_dir.glob(f"{FOLDER}/*.json")}
     return {name: record for name, record in found.items() if record and record.identity.running}
 

@@ -39,9 +39,11 @@ ANSWER_S = 1.0
 
 
 class KillSwitch:
-    """Set while the file exists. Keepers of guests look for it too, with or without a daemon.
+    """Kill switch of a node: set while its file exists, or since `engage` was called. Keepers of
+    guests watch the file too.
 
-    Only a file in memory is looked for by the caller: no caller ever waits for a disk.
+    A file on a disk is watched by a thread, so that no caller waits for the disk; a file in memory
+    is looked for by each call.
     """
 
     def __init__(self, file: Path, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -55,18 +57,22 @@ class KillSwitch:
 
     @property
     def engaged(self) -> bool:
-        """True while no guest may exist."""
+        """True if the switch is set, so that no guest may exist."""
         return self._latched or (self._seen if self._watched else self.file.exists())
 
     def checked(self) -> bool:
-        """Return `engaged`. Raises OSError where the file's disk has not answered for a while."""
+        """Return `engaged`. Raises OSError if the disk of the file has not answered for
+        ANSWER_S.
+        """
         engaged = self.engaged
         if not engaged and self._watched and self._clock_s() - self._answered_s > ANSWER_S:
             raise OSError(errno.ETIMEDOUT, "the disk does not answer", str(self.file))
         return engaged
 
     def engage(self) -> None:
-        """Set it. A disk that takes no file delays nothing: then it holds until the next start."""
+        """Set the switch by creating its file; if the file cannot be written, set it in memory
+        until this process ends.
+        """
         self._latched = True
         try:
             self.file.touch()
@@ -90,10 +96,11 @@ DUTY_WINDOW_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class EndedGuest:
-    """Record of one guest's end, as measured; `seconds` from the order on.
+    """Measured end of one guest.
 
-    held_before, held: bytes of its processes, None when the kernel does not say. duty: share of a
-    core's time that they use now. deadline_s: by when all of it was to be back.
+    seconds: from the order until the last measurement. gone: True if no process is left.
+    held_before, held: bytes that its processes held before and hold now, None if unknown. duty:
+    share of a core that they use now. deadline_s: seconds in which all of it had to end.
     """
 
     name: str
@@ -107,12 +114,14 @@ class EndedGuest:
 
     @property
     def in_time(self) -> bool:
-        """True if nothing of the guest was left by the deadline."""
+        """True if every process and byte of the guest was gone by the deadline."""
         return self.gone and not self.held and self.seconds <= self.deadline_s
 
     @property
     def outcome(self) -> str:
-        """The measured end in one line."""
+        """Measured result in one line for an operator, with the command to run if the guest still
+        runs.
+        """
         measured = f"{_size(self.held_before)} before, {_size(self.held)} now, duty {self.duty:.0%}"
         if self.gone:
             late = "" if self.in_time else f", later than {self.deadline_s:g} s"
@@ -129,17 +138,21 @@ def _size(amount: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KillReport:
-    """All guests of a node that ran; `barred`: whether none starts again by itself."""
+    """Result of ending all guests of a node; `barred`: True if the kill switch keeps new ones from
+    starting.
+    """
 
     guests: tuple[EndedGuest, ...]
     barred: bool
 
 
 def end_guests(run_dir: Path, kill_file: Path, deadline_s: float = DEADLINE_S) -> KillReport:
-    """Set the kill file and see every guest of the node gone. Again changes nothing.
+    """Set the kill file, wait until every guest of the node has ended, kill with SIGKILL those that
+    have not, and return what was measured.
 
-    Where the file cannot be written the daemon is told by signal; without one the guests are killed
-    from here all the same, and only a daemon that starts later could start them anew.
+    If the file cannot be written, the daemon is signalled instead; without a daemon the guests are
+    killed at once, and only a daemon that starts later could start new ones. A repeated call is
+    safe.
     """
     began_s = time.monotonic()
     guests = guest_groups(run_dir, kill_file)
@@ -159,7 +172,9 @@ def end_guests(run_dir: Path, kill_file: Path, deadline_s: float = DEADLINE_S) -
 
 
 def guest_groups(run_dir: Path, kill_file: Path) -> dict[str, int]:
-    """Return the process groups of a node's guests, those without a record included, by name."""
+    """Return the process group ids of a node's running guests by name, including groups without a
+    record whose keeper watches this kill file.
+    """
     groups = {name: each.identity.pid for name, each in running_guests(run_dir).items()}
     for group in _kept_groups(kill_file) - set(groups.values()):
         groups[f"guest without a record {group}"] = group
@@ -167,7 +182,9 @@ def guest_groups(run_dir: Path, kill_file: Path) -> dict[str, int]:
 
 
 def _kept_groups(kill_file: Path) -> set[int]:
-    """Return the groups whose keeper has this kill file on its command line."""
+    """Return the ids of the process groups that have a process with this kill file on its command
+    line.
+    """
     wanted, found = kill_file.resolve(), set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -179,9 +196,8 @@ def _kept_groups(kill_file: Path) -> set[int]:
 
 
 def _restore(run_dir: Path, guest: int) -> None:
-    """Make a run folder that was removed under its guest, for the guest's user alone.
-
-    The daemon and the guest's keeper still look for the kill file there.
+    """Create the run folder again if it was removed while the guest runs, with the guest's user as
+    owner, because daemon and keeper look for the kill file there.
     """
     with contextlib.suppress(OSError):
         owner = Path("/proc", str(guest)).stat()
@@ -190,7 +206,9 @@ def _restore(run_dir: Path, guest: int) -> None:
 
 
 def _order(run_dir: Path, kill_file: Path) -> bool:
-    """Bar guests, by the file or else by the daemon; False when neither takes the order."""
+    """Create the kill file, or signal the daemon if that fails; return False if neither is
+    possible.
+    """
     try:
         kill_file.touch()
     except OSError:
@@ -219,7 +237,9 @@ def _gone_by(pid: int, deadline_s: float) -> bool:
 
 
 def _duty(group: int) -> float:
-    """Return the share of a core's time that the group's processes use."""
+    """Return the share of a core's time that the group's processes use, measured over
+    DUTY_WINDOW_S; the call takes that long.
+    """
     began_s, began = time.monotonic(), group_cpu_s(group)
     time.sleep(DUTY_WINDOW_S)
     return max(0.0, group_cpu_s(group) - began) / (time.monotonic() - began_s)
@@ -227,10 +247,11 @@ def _duty(group: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One look at a guest; held_bytes is None when nobody could measure.
+    """One measurement of a guest, the input of StopProof.
 
-    deadline_s: how long the stop may take. duty: share of the last second in which it ran. order_s:
-    tells stops apart between which nobody looked.
+    barred: True if the guest must not exist. held_bytes: None if it could not be measured. duty:
+    share of the last second in which it ran. deadline_s: seconds that the stop may take. order_s:
+    time of the stop order, which tells one stop from the next.
     """
 
     barred: bool
@@ -242,14 +263,16 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An event for the node's log."""
+    """Record for the node's event log, returned by StopProof: name and fields of the event."""
 
     event: str
     fields: Mapping[str, object]
 
 
 class StopProof:
-    """State machine of one guest's stops; the clock is handed in."""
+    """State machine that proves that a guest which must not exist holds no memory and does not run;
+    the caller passes the clock's time.
+    """
 
     def __init__(self) -> None:
         self._since_s: float | None = None
@@ -258,7 +281,9 @@ class StopProof:
         self._overdue = False
 
     def step(self, seen: Measured, now_s: float) -> list[Said]:
-        """Return the records that a measurement calls for."""
+        """Return the events to log for a measurement: `stop_proved` once when memory and duty are
+        0, `stop_overdue` once after the deadline, else none.
+        """
         if not seen.barred or seen.order_s != self._order_s:
             self._since_s, self._proved, self._overdue = None, False, False
             self._order_s = seen.order_s

@@ -30,23 +30,30 @@ PATIENCE_S = 0.25
 
 
 class MemoryGauge(Protocol):
-    """Measures one guest for as long as one reclaim lasts. Its figures compare with each other."""
+    """Interface that measures one guest's memory during one reclaim; figures of one gauge are
+    comparable with each other.
+    """
 
     @property
     def by(self) -> str:
-        """Source of the figures, known after the first one."""
+        """Name of the source of the figures; valid after the first measurement."""
 
     @property
     def sees_all(self) -> bool:
-        """True if the figures include weights, known after the first one."""
+        """True if the figures include the weights as well as KV memory; valid after the first
+        measurement.
+        """
 
     def held_bytes(self) -> int | None:
-        """Return the guest's bytes, None when unknown: then nothing counts as freed."""
+        """Return the bytes that the guest holds, None if unknown; an unknown figure never counts as
+        freed memory.
+        """
 
 
 class Measuring:
-    """Asks a gauge from an event loop, and waits no longer than `patience_s`: a kernel or driver
-    that hangs is one that does not know."""
+    """Asynchronous reader of a gauge: it measures in a thread and waits at most `patience_s`,
+    because a kernel or driver may hang.
+    """
 
     def __init__(self, gauge: MemoryGauge, patience_s: float = PATIENCE_S) -> None:
         self._gauge = gauge
@@ -54,7 +61,9 @@ class Measuring:
         self._asked: asyncio.Task[int | None] | None = None
 
     async def held_bytes(self) -> int | None:
-        """Return the gauge's figure, None if it does not come in time."""
+        """Return the gauge's bytes; None if unknown or not there in time, in which case the next
+        call waits for the same measurement.
+        """
         if self._asked is None:
             self._asked = asyncio.create_task(asyncio.to_thread(self._gauge.held_bytes))
         done, _ = await asyncio.wait((self._asked,), timeout=self._patience_s)
@@ -64,37 +73,39 @@ class Measuring:
         return answered.result()
 
     def end(self) -> None:
-        """Wait for nothing any more."""
+        """Cancel the measurement that is still awaited."""
         if self._asked is not None:
             self._asked.cancel()
 
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """One measurement: bytes, None when unknown, and by whom."""
+    """One measurement of a guest's memory: bytes, None if unknown, and the name of the source."""
 
     amount: int | None
     by: str
 
     @classmethod
     def now(cls, gauge: MemoryGauge) -> Self:
-        """Ask a gauge once."""
+        """Return one measurement of a gauge; the call may block."""
         amount = gauge.held_bytes()
         return cls(amount, gauge.by)
 
 
 class HostMemory:
-    """MemoryGauge of a guest whose weights and KV are memory of this machine."""
+    """Gauge of a guest on the CPU, whose weights and KV memory are in the machine's RAM."""
 
     by = KERNEL
     sees_all = True
 
     def __init__(self, group: Callable[[], int | None]) -> None:
-        """`group`: its process group, None while it has none."""
+        """group: returns the id of the guest's process group, None while it has none."""
         self._group = group
 
     def held_bytes(self) -> int | None:
-        """Return the proportional set size of the process group."""
+        """Return the proportional set size (PSS) of the guest's process group in bytes; 0 without
+        one, None if unknown.
+        """
         group = self._group()
         return 0 if group is None else group_bytes(group)
 
@@ -104,7 +115,9 @@ PAGE = "the guest's page, bounded by the card's free memory"
 
 
 class DeviceMemory:
-    """MemoryGauge of a guest on a GPU."""
+    """Gauge of a guest on a GPU: by the driver's list of processes, or else by the guest's own
+    page, bounded by the card's free memory.
+    """
 
     def __init__(
         self,
@@ -113,7 +126,9 @@ class DeviceMemory:
         group: Callable[[], int | None],
         state: Callable[[], GuestState | None],
     ) -> None:
-        """`group`: its process group, None while it has none. `state`: its section of the page."""
+        """group: returns the id of the guest's process group, None while it has none. state:
+        returns its section of the control page, None without one.
+        """
         self._reader = reader
         self._card = card
         self._group = group
@@ -125,16 +140,20 @@ class DeviceMemory:
 
     @property
     def by(self) -> str:
-        """DRIVER or PAGE."""
+        """Source of the figures: DRIVER or PAGE."""
         return DRIVER if self.sees_all else PAGE
 
     @property
     def sees_all(self) -> bool:
-        """False by the guest's page, which says nothing of its weights."""
+        """True if the driver gives the figures; False if the guest's page does, which leaves out
+        weights.
+        """
         return self._claim is None
 
     def held_bytes(self) -> int | None:
-        """Return the bytes that the guest holds, None also while the driver does not answer."""
+        """Return the bytes of GPU memory that the guest holds; None if unknown or while the driver
+        does not answer.
+        """
         group = self._group()
         members = set() if group is None else {pid for pid, _ in group_members(group)}
         try:
@@ -151,9 +170,10 @@ class DeviceMemory:
     def _by_driver(
         self, listed: set[int], clients: Sequence[Client], members: Collection[int]
     ) -> int | None:
-        """Sum up the processes until the list no longer has them: a driver takes back memory late.
+        """Return the sum of the driver's bytes of the guest's processes, ended ones included until
+        the driver no longer lists them.
 
-        A process that lives and vanished from the list makes the figure unknown.
+        Return None if a living process vanished from the list.
         """
         told = {client.pid: client.memory_bytes for client in clients}
         listed |= told.keys() & set(members)
@@ -164,7 +184,8 @@ class DeviceMemory:
         return sum(known) if len(known) == len(held) else None
 
     def _by_page(self) -> int | None:
-        """Return the pages that the guest claims; they fall no faster than the card's memory grows.
+        """Return the KV bytes that the guest's page claims; they fall only as far as the card's
+        free memory grew.
 
         Another process that takes that memory meanwhile makes the figure too large, which is safe.
         """
@@ -180,10 +201,10 @@ class DeviceMemory:
 
 
 def _accounted(clients: Sequence[Client], members: Collection[int]) -> bool:
-    """Return True if the driver lists the memory of these processes.
+    """Return True if the driver lists the memory of every listed process of the guest.
 
-    Outside the first namespace its numbers may be those of other processes: then it is believed
-    only where all that it lists is here.
+    Outside the first pid namespace its pids may be those of other processes, so every listed pid
+    must exist here.
     """
     ours = [client for client in clients if client.pid in members]
     if not ours or any(client.memory_bytes is None for client in ours):
@@ -205,7 +226,9 @@ LOW_PRIORITY = "1"
 
 
 class Gpus:
-    """GPUs by their driver, opened with the first question: a node without a GPU has no driver."""
+    """GPUs of this machine, read from the driver, which is opened at the first question: a node
+    without a GPU needs no driver.
+    """
 
     def __init__(self, open_reader: Callable[[], CardReader] = Nvml) -> None:
         self._open = open_reader
@@ -213,19 +236,23 @@ class Gpus:
 
     @property
     def reader(self) -> CardReader:
-        """Raises CardError where there is no driver."""
+        """Reader of the GPU driver, opened on first use. Raises CardError without a driver."""
         if self._reader is None:
             self._reader = self._open()
         return self._reader
 
     def card(self, device: int | str) -> Card:
-        """Return a card on which engines can run. Raises CardError."""
+        """Return the GPU of this index or UUID. Raises CardError if there is none or engines cannot
+        run on it.
+        """
         card = card_of(self.reader.cards(), device)
         insist_usable(card)
         return card
 
     def insist_all(self, config: NodeConfig) -> None:
-        """Raise CardError unless every replica has its card, and a guest can share its host's."""
+        """Raise CardError unless every replica's GPU is usable and each guest can share its
+        host's.
+        """
         if config.host is not None and config.host.device is not None:
             self.card(config.host.device)
         for replica in config.replicas:
@@ -249,7 +276,9 @@ class Gpus:
             )
 
     def insist_room(self, replica: ReplicaConfig, headroom_bytes: int) -> None:
-        """Raise EngineStartError unless weights and KV fit on its card beside the headroom."""
+        """Raise EngineStartError unless the free memory of the replica's GPU, less the headroom,
+        holds weights, KV and the engine's own need; CPU replicas pass.
+        """
         if replica.device is None:
             return
         card = self.card(replica.device)
@@ -264,7 +293,9 @@ class Gpus:
             )
 
     def environment(self, replica: ReplicaConfig) -> dict[str, str]:
-        """Return the variables that name the replica's card to its engine. Raises CardError."""
+        """Return the environment variables that give an engine its GPU and its place in MPS; empty
+        without a GPU. Raises CardError.
+        """
         if replica.device is None:
             return {}
         told = card_environment(self.card(replica.device))
@@ -281,12 +312,16 @@ class Gpus:
 
 
 def card_environment(card: Card) -> dict[str, str]:
-    """Names one card to CUDA, by what does not change when another card comes or goes."""
+    """Return the variables that show CUDA one GPU alone, by UUID, which stays valid when another
+    GPU comes or goes.
+    """
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card.uuid}
 
 
 def insist_mps(replica: ReplicaConfig) -> Path:
-    """Return the pipes of the MPS control daemon that the engine would find. Raises CardError."""
+    """Return the pipe folder of the MPS control daemon that the engine would use. Raises CardError
+    if no daemon serves it.
+    """
     pipes = pipe_folder(replica.extra_env)
     if not control_daemon_at(pipes):
         raise CardError(
@@ -297,12 +332,12 @@ def insist_mps(replica: ReplicaConfig) -> Path:
 
 
 def pipe_folder(own: dict[str, str]) -> Path:
-    """Return the folder in which a process with these variables looks for MPS."""
+    """Return the folder in which a process with these variables looks for the pipes of MPS."""
     return Path(own.get(PIPES) or os.environ.get(PIPES) or DEFAULT_PIPES)
 
 
 def control_daemon_at(pipes: Path) -> bool:
-    """Return True if a control daemon has opened its pipes there, without sending it anything."""
+    """Return True if the folder has the control pipe of an MPS daemon; the pipe is not used."""
     try:
         mode = (pipes / "control").stat().st_mode
     except OSError:

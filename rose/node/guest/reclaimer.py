@@ -36,14 +36,18 @@ UNSEEN = "what its weights hold cannot be measured here, so giving them up prove
 
 
 class GuestMemory(Protocol):
-    """Guest as its reclaim sees it. sleep_bytes: most that sleeping gives back, None for all."""
+    """Interface of a guest to its reclaim.
+
+    can_sleep: True if its engine has a sleep route. sleep_bytes: most bytes that sleeping frees,
+    None if it frees all.
+    """
 
     @property
     def name(self) -> str: ...
 
     @property
     def state(self) -> GuestState | None:
-        """The guest's section of the control page."""
+        """Guest's section of the control page, None without one."""
 
     @property
     def can_sleep(self) -> bool: ...
@@ -52,20 +56,22 @@ class GuestMemory(Protocol):
     def sleep_bytes(self) -> int | None: ...
 
     def gauge(self) -> MemoryGauge:
-        """Return a gauge of its memory, a new one for each reclaim."""
+        """Return a new gauge of the guest's memory, for one reclaim."""
 
     def hold(self, cap: int | None) -> None:
-        """Freeze it with a cap of KV granules, NO_CAP for none; None ends that."""
+        """Freeze the guest with a cap of KV granules, NO_CAP for no cap; None unfreezes it and
+        lifts the cap.
+        """
 
     async def sleep(self) -> None:
-        """Give up the weights. Raises RefusedError or UnavailableError."""
+        """Make the engine free weights and KV memory. Raises RefusedError or UnavailableError."""
 
     def kill(self, reason: str) -> None:
-        """End it."""
+        """End the guest's process, for this reason."""
 
 
 class Reclaimer:
-    """One reclaim at a time; `holding` while one lasts."""
+    """Runner of memory reclaims of one guest, one at a time."""
 
     def __init__(
         self, guest: GuestMemory, events: EventLog, limits: LadderLimits | None = None
@@ -77,7 +83,7 @@ class Reclaimer:
 
     @property
     def holding(self) -> str | None:
-        """Why the guest must not be started just now."""
+        """Reason why the guest must not be started while a reclaim runs, else None."""
         return RECLAIM if self._task is not None and not self._task.done() else None
 
     def begin(
@@ -87,22 +93,23 @@ class Reclaimer:
         reason: str,
         settled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Reclaim in the background, unless a reclaim is under way (call in the event loop).
+        """Start a reclaim of `wanted_bytes` within `within_s` seconds in the background; do nothing
+        if one runs already (call in the event loop).
 
-        `settled`: what it is for is done, whatever was measured.
+        settled: returns True once the memory is no longer owed, which ends the reclaim.
         """
         if self.holding is None:
             self._task = asyncio.create_task(self._run(wanted_bytes, within_s, reason, settled))
             self._task.add_done_callback(self._ended)
 
     async def reclaim(self, wanted_bytes: int, within_s: float, reason: str) -> Finished:
-        """Reclaim so many bytes; joins a reclaim that is under way."""
+        """Start a reclaim, or join the one that runs, and return its result."""
         self.begin(wanted_bytes, within_s, reason)
         assert self._task is not None
         return await self._task
 
     async def end(self) -> None:
-        """Reclaim no more: the guest is gone."""
+        """Cancel the running reclaim, because the guest is gone."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -178,7 +185,9 @@ class Reclaimer:
 
 
 class _Climb:
-    """Carries the levels out, and says what the engine answers to the one taken last."""
+    """Executor of reclaim levels: it carries out each level on the guest and keeps the engine's
+    answer to the current one.
+    """
 
     def __init__(self, guest: GuestMemory, gauge: MemoryGauge, reason: str) -> None:
         self._guest = guest
@@ -191,7 +200,7 @@ class _Climb:
         self._asleep = False
 
     def take(self, ask: Escalate) -> None:
-        """Begin a level."""
+        """Carry out a level: freeze, cap the KV granules, sleep or kill."""
         self._level = ask.level
         state = self._guest.state or GuestState()
         self._mapped_bytes = state.bytes_mapped
@@ -210,7 +219,9 @@ class _Climb:
             self._asleep = False
 
     def answer(self) -> Answer:
-        """Return the engine's answer to the current level."""
+        """Return the engine's answer to the current level: bytes that it reports as freed,
+        Unsupported, or None while there is none.
+        """
         if self._level is ReclaimLevel.FREEZE:
             state = self._guest.state
             return EngineReport(0) if state is None or not state.in_step else None
@@ -223,7 +234,9 @@ class _Climb:
         return None
 
     def end(self) -> None:
-        """Leave nothing running, and no engine without weights that passes for a replica."""
+        """Cancel a pending sleep call, and kill an engine that has given up its weights, so that it
+        is not offered as a replica.
+        """
         if self._sleeping is not None:
             self._sleeping.cancel()
         if self._asleep:
@@ -231,7 +244,7 @@ class _Climb:
 
     @property
     def _no_sleep(self) -> str | None:
-        """Why the engine is not asked to sleep."""
+        """Reason why the engine cannot be asked to sleep, None if it can."""
         if not self._guest.can_sleep:
             return NO_SLEEP
         return None if self._gauge.sees_all else UNSEEN

@@ -33,14 +33,16 @@ _logger = logging.getLogger("rose.node")
 
 
 class HangWatch:
-    """Detector of a hung guest, by /proc and by the heartbeat that the guest's watchdog writes."""
+    """Detector of a hung guest, by /proc and by the heartbeat on its page."""
 
     def __init__(self) -> None:
         self._watched: int | None = None
         self._core: ProcessIdentity | None = None
 
     def reason(self, guest: GuestState | None, group: int | None) -> str | None:
-        """Return why a guest's process group is to be ended, None while it is well."""
+        """Return why a hung guest's process group must be ended: dead engine core, SIGSTOP for
+        SILENT_S or no heartbeat for STUCK_S; None if it is well or unknown.
+        """
         if guest is None or group is None:
             return None
         if self._core_ended(group):
@@ -53,7 +55,9 @@ class HangWatch:
         return None
 
     def _core_ended(self, group: int) -> bool:
-        """Return True if the group's engine core has ended; its parent notices seconds later."""
+        """Return True if the group's engine core process has ended, which its parent notices only
+        seconds later.
+        """
         if group != self._watched:
             self._watched, self._core = group, None
         if self._core is None:
@@ -70,7 +74,11 @@ POLL_S = 0.2
 
 
 class EngineState(StrEnum):
-    """State of an engine's life."""
+    """State of a supervised engine.
+
+    STARTING: its process starts. HEALTHY: it answers. BACKOFF: pause before a restart. STOPPED: it
+    was stopped or may not run now. FAILED: it ended too often and is not started again.
+    """
 
     STARTING = "starting"
     HEALTHY = "healthy"
@@ -80,30 +88,33 @@ class EngineState(StrEnum):
 
 
 class EngineOwner(Protocol):
-    """Owner of an engine: learns its states, and may object to it at any time while it runs."""
+    """Interface through which the supervisor reports an engine's states and asks if the engine may
+    run.
+    """
 
     async def entered(self, state: EngineState) -> None:
-        """Take a new state; an engine is offered as healthy only after this has returned."""
+        """Handle a new state; `Supervisor.state` changes only after this has returned."""
 
     def must_end(self) -> str | None:
-        """Return why the engine must not exist, None without an objection."""
+        """Return why the engine must not exist, so that it is ended at once; None if it may."""
 
     def must_wait(self) -> str | None:
-        """Return why the engine must not be started; one that runs may stay."""
+        """Return why the engine must not be started now, None if it may; a running engine stays."""
 
     def hangs(self) -> str | None:
-        """Return why the engine lives and does nothing any more."""
+        """Return why the running engine counts as hung, so that it is ended; None if it works."""
 
     def check_room(self) -> None:
         """Raise RoseError if the engine cannot be started now (called in a thread)."""
 
 
 class Supervisor:
-    """Runs `spec` until `stop`, as its owner allows.
+    """Supervisor of one engine: it adopts or starts the engine of `spec` and restarts it, as its
+    owner allows, until `stop`.
 
-    MAX_SHORT_LIVES lives in a row shorter than STABLE_S are one too many: it stays `failed`, which
-    telemetry says, and the rest of the node goes on. A life that the rules end is neither short nor
-    stable: an operator's stops are no failures of the engine.
+    After MAX_SHORT_LIVES runs in a row that end within STABLE_S or never get healthy it stays
+    FAILED. Runs that the owner ended (`must_end`) do not count. restarts: number of restarts after
+    an end that was not asked for.
     """
 
     def __init__(
@@ -114,7 +125,7 @@ class Supervisor:
         owner: EngineOwner,
         claim: GuestLock | None = None,
     ) -> None:
-        """Without a `claim` the engine ends with this process, however it ends."""
+        """claim: lock of the guest's record; without one the engine ends with this process."""
         self.spec = spec
         self.state = EngineState.STARTING
         self.restarts = 0
@@ -141,12 +152,14 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the engine's API process while it runs."""
+        """Process id of the engine's API process, None while none runs."""
         return self._engine.process.pid if self._engine else None
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of control requests to the running engine; empty while none runs."""
+        """HTTP headers that authorize control requests to the running engine; empty while none
+        runs.
+        """
         return self._engine.headers if self._engine else {}
 
     async def run(self) -> None:
@@ -172,18 +185,22 @@ class Supervisor:
         await self._enter(EngineState.STOPPED)
 
     def restart(self, reason: str) -> None:
-        """End this life of the engine; the next one begins as after any other end."""
+        """Mark the running engine to be ended, within POLL_S; `run` then starts it again after the
+        usual pause.
+        """
         self._log("engine_unwanted", reason=reason)
         self._unwanted = reason
 
     def switch(self, spec: EngineSpec, reason: str) -> None:
-        """End this life of the engine; the next one is of `spec`. That is no failure of either."""
+        """Set the spec of the next engine and mark the running one to be ended; that end does not
+        count as a failure.
+        """
         self.spec = spec
         self._switched = True
         self.restart(reason)
 
     async def stop(self) -> None:
-        """End the engine and do not start it again."""
+        """Stop the engine and let `run` return."""
         self._stopping.set()
         if self._engine:
             await self._engine.stop()
@@ -192,7 +209,7 @@ class Supervisor:
         return self._owner.must_end() or self._owner.must_wait()
 
     async def _wait_for(self, reason: str) -> None:
-        """Pause for a moment, and record a new reason once."""
+        """Pause for POLL_S in state STOPPED, and log a new reason once."""
         if reason != self._waits_for:
             self._log("engine_waits", reason=reason)
             self._waits_for = reason
@@ -201,13 +218,15 @@ class Supervisor:
         await self._pause(POLL_S)
 
     async def _pause(self, seconds: float) -> None:
-        """Sleep, unless it is time to stop."""
+        """Sleep for some seconds, or until `stop` is called."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopping.wait()
 
     async def _adopt(self) -> EngineProcess | None:
-        """Return the engine that an earlier daemon left running if it may run on here."""
+        """Return the engine that an earlier daemon left running, None without one; end one that
+        must not exist, has other settings or is not warm.
+        """
         record = self._claim.found() if self._claim else None
         if record is None:
             return None
@@ -237,7 +256,9 @@ class Supervisor:
         return engine
 
     async def _healthy(self, engine: EngineProcess) -> None:
-        """Return once it is. A start may take as long as its host is busy: rules end it too."""
+        """Wait until the engine is healthy; the start's time limit does not run while the owner
+        makes it wait, and `must_end` ends it.
+        """
         start = engine.wait_healthy(
             self._start_timeout_s, lambda: self._owner.must_wait() is not None
         )
@@ -246,7 +267,9 @@ class Supervisor:
     async def _done(
         self, work: Coroutine[Any, Any, _T], engine: EngineProcess, hangs: Callable[[], str | None]
     ) -> _T:
-        """Return the result of some work on the engine; whatever stands against it ends it."""
+        """Return the result of `work`; meanwhile end the engine if the owner forbids it, `restart`
+        was called or it hangs.
+        """
         task = asyncio.create_task(work)
         try:
             while not (await asyncio.wait((task,), timeout=POLL_S))[0]:
@@ -265,7 +288,9 @@ class Supervisor:
         self._log("engine_reclaimed", reason=reason, seconds=time.monotonic() - began_s)
 
     async def _one_life(self, adopted: EngineProcess | None) -> bool:
-        """Start (or go on with) the engine, and wait for its end; True when it was healthy."""
+        """Start or adopt the engine, wait for its end and clean up; return True if it ever was
+        healthy.
+        """
         await self._enter(EngineState.STARTING)
         self._waits_for = None
         healthy = False
