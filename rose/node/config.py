@@ -218,9 +218,10 @@ class ReplicaConfig(Frozen):
         return self
 
     def beside(self, host: HostConfig, slot: int | None) -> Self:
-        """Return this guest for one host; `slot` numbers a discovered host.
+        """Return this guest's configuration beside one host: with the host's GPU if `device` is
+        "host", and with id and port numbered by `slot` for a discovered host.
 
-        Raises ConfigError where the host cannot have it.
+        Raises ConfigError if the host cannot have it.
         """
         changed: dict[str, object] = {}
         if self.device == "host":
@@ -233,17 +234,17 @@ class ReplicaConfig(Frozen):
 
     @property
     def wants_mps(self) -> bool:
-        """True if the engine is to be a client of MPS."""
+        """True if the engine must be a client of NVIDIA MPS."""
         return self.mps_priority is not None or self.mps_thread_percentage is not None
 
     @property
     def model_name(self) -> str:
-        """The model that it is started with."""
+        """Name of the model that the engine is started with: `model`, or the name of its folder."""
         return self.model or self.model_dir.name
 
     @property
     def folders(self) -> dict[str, Path]:
-        """Folders of all models that it can run, by name."""
+        """Folders of all models that the replica can run, by model name."""
         return {**self.models, self.model_name: self.model_dir}
 
     @property
@@ -260,9 +261,10 @@ class ReplicaConfig(Frozen):
         cgroup: Path | None = None,
         gpu_env: Mapping[str, str] = MappingProxyType({}),
     ) -> EngineSpec:
-        """Return the engine to start; a dedicated replica ignores the node's host.
+        """Return the specification of the engine process to start; a dedicated replica ignores the
+        node's host.
 
-        `gpu_env`: what names its GPU to it; `extra_env` has the last word.
+        gpu_env: variables that name its GPU to it; `extra_env` overrides them.
         """
         host = node.host if self.kind == "guest" else None
         on_gpu = self.device is not None
@@ -344,7 +346,9 @@ class CertificateConfig(Frozen):
 
     @cached_property
     def files(self) -> CertificateFiles | None:
-        """Read from the files. ConfigError says which one cannot be used."""
+        """Certificate files, read on first use and cached; None if none are named. Raises
+        ConfigError for a file that cannot be used.
+        """
         return files_of(self.ca, self.certificate, self.key)
 
 
@@ -361,7 +365,9 @@ class TransportConfig(CertificateConfig):
     origins: tuple[str, ...] = ()
 
     def credentials(self, own: CertificateConfig) -> Credentials:
-        """Read from the files; `own` where it names none. ConfigError: one cannot be used."""
+        """Return the credentials read from these files; `own` gives the certificate if this object
+        names none. Raises ConfigError for a file that cannot be used.
+        """
         named = (self.ca, self.certificate, self.key) != (None, None, None)
         given = self if named else own
         files = self.token_file, given.ca, given.certificate, given.key
@@ -468,19 +474,22 @@ class NodeConfig(Frozen):
 
     @property
     def weights(self) -> Path:
-        """Folder of weights: on a disk, where `run_dir` is in memory."""
+        """Folder in which weight files are kept: `weights_dir`, or `weights` in `run_dir`."""
         return self.weights_dir or self.run_dir / "weights"
 
     @property
     def kill_file(self) -> Path:
-        """While this file exists every guest of the node is ended, whatever anybody else says."""
+        """Path of the kill file: while it exists every guest of the node is ended, whatever the
+        scheduler orders.
+        """
         return self.run_dir / "KILL"
 
     @classmethod
     def load(cls, path: Path, discover: Path | None = None) -> Self:
-        """Read and check the file; ConfigError names the first thing that is wrong.
+        """Return the configuration read from a JSON file and checked. Raises ConfigError, which
+        names the first error.
 
-        `discover`: look for hosts in this folder, whatever the file says of a host.
+        discover: folder in which to look for hosts, in place of the host that the file names.
         """
         try:
             said = json.loads(path.read_text())
@@ -509,10 +518,10 @@ class NodeConfig(Frozen):
         return config if config.host is None else config.with_host(config.host)
 
     def with_host(self, host: HostConfig | None, slot: int | None = None) -> Self:
-        """Return this node with this host alone; without a host it has no guests.
+        """Return this node's configuration with this host alone; without a host it has no guests.
 
-        `slot`: of a host that was found; it has the guest for it alone. Raises ConfigError where
-        the host cannot have its guest.
+        slot: number of a discovered host; the result then has only that host's guest as replica.
+        Raises ConfigError if the host cannot have its guest.
         """
         alone = () if slot is not None else self.dedicated
         beside = () if host is None else self.guests
@@ -524,7 +533,9 @@ class NodeConfig(Frozen):
         return self.model_copy(update={"host": host, "discover": None, "replicas": replicas})
 
     def offered_url(self, replica: ReplicaConfig) -> str:
-        """Return the URL to which gateways send a replica's turns: the proxy's if there is one."""
+        """Return the URL to which gateways send a replica's turns: the node proxy's if there is
+        one, else the engine's on loopback.
+        """
         if self.proxy is None:
             return f"http://127.0.0.1:{replica.port}"
         scheme = "https" if self.certificates.files else "http"
@@ -534,12 +545,12 @@ class NodeConfig(Frozen):
 
     @property
     def guests(self) -> tuple[ReplicaConfig, ...]:
-        """Replicas that share a host's GPU."""
+        """Replicas of kind guest, which run beside a host."""
         return tuple(replica for replica in self.replicas if replica.kind == "guest")
 
     @property
     def dedicated(self) -> tuple[ReplicaConfig, ...]:
-        """Replicas that have their GPU alone."""
+        """Replicas of kind dedicated, which run without a host."""
         return tuple(replica for replica in self.replicas if replica.kind == "dedicated")
 
     def _check_hosts(self) -> None:
@@ -555,7 +566,9 @@ class NodeConfig(Frozen):
             self._check_ports(guests[0].port, self.discover.at_most)
 
     def _check_ports(self, first: int, count: int) -> None:
-        """Guests of hosts that are found have ports in a row."""
+        """Raise ConfigError if a port of `count` guests, numbered from `first`, is above 65535 or
+        already used.
+        """
         taken = {replica.port: replica.id for replica in self.dedicated}
         if self.metrics_port is not None:
             taken[self.metrics_port] = "metrics_port"
@@ -630,7 +643,9 @@ class NodeConfig(Frozen):
             )
 
     def _check_profiles(self) -> None:
-        """Raise for a profile that cannot be used, before a guest tries to start with it."""
+        """Raise ConfigError for a step profile that cannot be used, before an engine is started
+        with it.
+        """
         for hosts in (self.host, self.discover):
             if hosts and hosts.step_profile:
                 check_profile(hosts.step_profile)

@@ -10,7 +10,9 @@ from typing import Final
 
 
 class TurnGate:
-    """Gate for new turns, closed while weights change: none starts in the middle of a switch."""
+    """Gate that holds back new turns while weights change, so that none starts in the middle of an
+    update.
+    """
 
     def __init__(self) -> None:
         self._holders = 0
@@ -18,7 +20,9 @@ class TurnGate:
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Close the gate inside the context."""
+        """Return a context manager that keeps the gate closed inside its `with` block; blocks may
+        overlap.
+        """
         self._holders += 1
         try:
             yield
@@ -27,12 +31,14 @@ class TurnGate:
             self.look_again()
 
     def look_again(self) -> None:
-        """Wake the waiting turns: the answer to their `unless` may have changed."""
+        """Wake all waiting turns, so that each evaluates its `unless` again."""
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 
     async def passed(self, unless: Callable[[], bool]) -> None:
-        """Wait until the gate is open, or until `unless` returns True."""
+        """Wait until the gate is open or `unless` returns True; `unless` is evaluated again after
+        each `look_again`.
+        """
         while self._holders and not unless():
             await self._moved.wait()
 
@@ -42,26 +48,31 @@ MAX_LEAP: Final = 1 << 42
 
 
 class AdmissionError(Exception):
-    """A command that changes nothing."""
+    """Error raised for an admit or drain command that was refused and changed nothing."""
 
 
 class StaleEpochError(AdmissionError):
-    """A command of an older lease."""
+    """Error raised for a command whose epoch is older than the newest one seen."""
 
 
 class EpochAheadError(AdmissionError):
-    """A command of an impossible lease: obeyed, it would shut out every real one."""
+    """Error raised for a command whose epoch is impossibly far ahead: if it were obeyed, every real
+    lease would be refused.
+    """
 
 
 class QuarantinedError(AdmissionError):
-    """This process cannot prove which weights it runs."""
+    """Error raised because this process cannot prove which weights it runs, so it must be
+    restarted.
+    """
 
 
 class Admission:
-    """Open or closed. Epochs only grow: commands of an old lease are refused.
+    """State of a replica's admission: open or closed, under which lease epoch, for which job.
+    Commands with an older epoch are refused.
 
     The first epoch may be any, since leases are older than engines; later ones are at most MAX_LEAP
-    ahead of it.
+    ahead of the newest. reason: why it is closed.
     """
 
     def __init__(self) -> None:
@@ -74,15 +85,19 @@ class Admission:
 
     @property
     def quarantined(self) -> bool:
-        """True if it is closed for as long as this process lives."""
+        """True if admission is closed until this process ends."""
         return self._quarantined
 
     def takes(self, job: str) -> bool:
-        """Return True if turns of a job are taken: not those sent under another job's lease."""
+        """Return True if turns of the job may begin: if it is the lease's job, or if either of the
+        two is unnamed.
+        """
         return not (job and self.job) or job == self.job
 
     def admit(self, epoch: int, job: str = "") -> None:
-        """Open for a job's lease `epoch`. Raises an AdmissionError."""
+        """Open admission under the lease `epoch` of a job. Raises StaleEpochError, EpochAheadError
+        or QuarantinedError.
+        """
         self._take(epoch)
         if self._quarantined:
             raise QuarantinedError(f"{self.reason}; restart this replica")
@@ -91,14 +106,16 @@ class Admission:
         self.reason = ""
 
     def close(self, epoch: int, reason: str) -> None:
-        """Close at the end of the lease `epoch`. Raises StaleEpochError or EpochAheadError."""
+        """Close admission at the end of the lease `epoch`. Raises StaleEpochError or
+        EpochAheadError.
+        """
         self._take(epoch)
         self.open = False
         if not self._quarantined:
             self.reason = reason or "drained"
 
     def quarantine(self, why: str) -> None:
-        """Close for as long as this process lives."""
+        """Close admission until this process ends, for this reason."""
         self._quarantined = True
         self.open = False
         self.reason = why

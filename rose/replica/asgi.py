@@ -43,15 +43,17 @@ _JSON = (b"content-type", b"application/json")
 
 
 class BodyTooLargeError(Exception):
-    """A body is longer than the endpoint reads."""
+    """Error raised for a request body above the size limit."""
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection."""
+    """Error raised because the client closed its connection."""
 
 
 async def read_body(receive: Receive, max_bytes: int) -> bytes:
-    """Return the whole body of a request. Raises BodyTooLargeError or ClientGoneError."""
+    """Return the whole body of an ASGI request. Raises BodyTooLargeError above `max_bytes`, or
+    ClientGoneError.
+    """
     body = b""
     while True:
         message = await receive()
@@ -66,13 +68,15 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Return when the client has closed its connection."""
+    """Wait until the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         continue
 
 
 def trace_in(scope: Scope) -> TraceContext | None:
-    """Return the request's trace; None if it names none, several, or an invalid one."""
+    """Return the trace context of the request's `traceparent` header; None if there is none,
+    several, or an invalid one.
+    """
     said = [value for name, value in scope["headers"] if name == b"traceparent"]
     if len(said) != 1:
         return None
@@ -81,7 +85,7 @@ def trace_in(scope: Scope) -> TraceContext | None:
 
 
 async def reply(send: Send, status: int, answer: object) -> None:
-    """Answer with JSON, at once and whole."""
+    """Send a complete HTTP response with this status and the answer as JSON."""
     body = _encode(answer)
     headers = [_JSON, (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -89,7 +93,7 @@ async def reply(send: Send, status: int, answer: object) -> None:
 
 
 async def refuse(send: Send, status: int, kind: str, message: str) -> None:
-    """Answer with an error of the contract's shape."""
+    """Send an HTTP error response in the contract's shape: error type and message as JSON."""
     await reply(send, status, Refusal(Fault(kind, message)))
 
 
@@ -98,13 +102,17 @@ _TURNS = frozenset(TURNS)
 
 
 class GenerateShortcut:
-    """Serves `TURNS` by the application that the endpoint left in the server's state."""
+    """ASGI middleware that serves POST requests to the `TURNS` paths directly by the endpoint's
+    application, past all inner middleware.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a turn at once; pass everything else on."""
+        """Serve a turn request by the endpoint's application if it is mounted; pass every other
+        request on.
+        """
         if scope["type"] != "http" or scope["path"] not in _TURNS or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -138,7 +146,9 @@ _WITH_SECRET = frozenset(
 
 
 def bears_secret(scope: Scope) -> bool:
-    """Return True if a request has the secret of this life, in one Bearer header."""
+    """Return True if a request has exactly one Authorization header, with the secret of this engine
+    process; False without a secret.
+    """
     secret = os.environ.get(SECRET, "")
     said = [value for name, value in scope["headers"] if name == b"authorization"]
     if not secret or len(said) != 1:
@@ -147,19 +157,20 @@ def bears_secret(scope: Scope) -> bool:
 
 
 async def refuse_stranger(send: Send) -> None:
-    """Refuse a request for control without the secret."""
+    """Send a 401 response to a control request without the secret."""
     await refuse(send, 401, "no_secret", "only who started this engine controls it")
 
 
 class Leased(Protocol):
-    """The endpoint's object in the server's state."""
+    """Interface of the endpoint's application, which is kept in the server's state."""
 
     def shut(self, job: str) -> str:
-        """Return the reason why no turn of a job may begin, or ""."""
+        """Return the reason why no turn of a job may begin, "" if one may."""
 
 
 class AccessFilter:
-    """Filter for the routes above; a process that is not a replica is left alone.
+    """ASGI middleware that allows each route to the callers listed above; without ROSE_ROLE it
+    passes everything on.
 
     Loaded by vLLM's own option, `--middleware=rose.replica.asgi.AccessFilter`.
     """
@@ -169,7 +180,7 @@ class AccessFilter:
         self._replica = environ.get("ROSE_ROLE") in ROLES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass allowed requests on."""
+        """Pass an allowed request on; answer 404, 401 or 503 to others, and close web sockets."""
         if not self._replica or scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] != "http":
@@ -187,7 +198,9 @@ class AccessFilter:
             await self._app(scope, receive, send)
 
     async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a call on to vLLM if a turn of its job would be taken."""
+        """Pass a request of a pooling route on if a turn of its job could begin, else
+        answer 503.
+        """
         gate: Leased | None = getattr(scope["app"].state, STATE_NAME, None)
         job = parse_qs(scope.get("query_string", b"").decode("latin-1")).get(JOB_QUERY, [""])[0]
         shut = "no turns now: the engine starts" if gate is None else gate.shut(job)

@@ -24,7 +24,9 @@ _LOG = logging.getLogger("vllm.rose.replica")
 
 
 class _Answer:
-    """Pending lines of a batch; `left` turns have not sent their last yet."""
+    """Queue of lines that the turns of one batch have produced; `left`: number of turns that are
+    not over.
+    """
 
     def __init__(self, turns: int) -> None:
         self.left = turns
@@ -37,12 +39,14 @@ class _Answer:
             self._news.set()
 
     def over(self) -> None:
-        """Count one turn less."""
+        """Record that one more turn of the batch is over."""
         self.left -= 1
         self._news.set()
 
     async def next(self) -> list[BatchLine]:
-        """Return all lines so far, waiting for some; none if the last turns were cancelled."""
+        """Return and remove all queued lines, after waiting for some; an empty list if the last
+        turns ended without a line.
+        """
         await self._news.wait()
         self._news.clear()
         lines, self._lines = self._lines, []
@@ -50,13 +54,13 @@ class _Answer:
 
 
 class TurnBatches:
-    """Batches that are being answered, by their clients' names for them."""
+    """Batches that are being answered, by the names that their clients gave them."""
 
     def __init__(self) -> None:
         self._open: dict[str, tuple[Turns, Mapping[int, ReplicaTurn]]] = {}
 
     def leave(self, name: str, places: Sequence[int]) -> None:
-        """End some turns of a batch; unknown ones, and those that are over, are left alone."""
+        """Cancel the turns at these places of a batch; unknown and ended ones are ignored."""
         found = self._open.get(name)
         if found is not None:
             served, turns = found
@@ -71,7 +75,10 @@ class TurnBatches:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Stream opened turns by their places; a client that goes away ends all of them."""
+        """Run opened turns, given by their place in the batch, and stream the lines of all of them
+        in one response; `refused` lines come first. All turns are cancelled if the client
+        disconnects.
+        """
         answer = _Answer(len(turns))
         answer.add(refused)
         this = self._open[name] = served, turns
@@ -88,7 +95,7 @@ class TurnBatches:
 
 
 async def _run(served: Turns, answer: _Answer, place: int, turn: ReplicaTurn) -> None:
-    """Run one turn from its beginning to its end."""
+    """Run one turn to its end and queue its lines; an error becomes its last line."""
     try:
         await served.begin(turn)
         while not turn.ended:

@@ -40,14 +40,20 @@ _LOG = logging.getLogger("vllm.rose.replica")
 
 
 class HostBusyError(WeightError):
-    """The host was not idle for as long as the guest waits. Nothing was written."""
+    """Error raised because the host was not idle within the guest's patience; no weights were
+    written.
+    """
 
 
 class GuestControl:
-    """The API process's view of its guest's page (in its event loop)."""
+    """Reader of the control page in a guest's API process (in its event loop); in any other replica
+    its methods do nothing.
+    """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        """The page is opened on first use: an unreadable one is reported there."""
+        """Read the page's path from the environment; the page is opened on first use, which reports
+        an unreadable one.
+        """
         self._path = environ.get("ROSE_CONTROL_PAGE", "")
         self._group = environ.get(PAGE_GROUP, "")
         self._by_handle = bool(environ.get("ROSE_PAGE_SOCKET"))
@@ -57,21 +63,19 @@ class GuestControl:
 
     @property
     def page(self) -> ControlPage:
-        """The page, opened on first use. Raises PageError if it cannot be read.
-
-        It stays the one of the engine's gate: the host's state on a replaced one does not count,
-        and it still asks for memory.
+        """Control page, opened on first use and then kept even if its file is replaced. Raises
+        PageError if it cannot be read.
         """
         if self._page is None:
             self._page = ControlPage.open(self._path, self._group)
         return self._page
 
     async def wait_host_idle(self, patience_s: float) -> None:
-        """Return once the host is idle and a live grant lets the guest compute.
+        """Wait until the host is idle and a live grant lets the guest compute; return at once
+        without a host.
 
-        Raises HostBusyError if that is not so within `patience_s`. A host that is never idle keeps
-        its guest at its version: the guest reports that, and its node asks again later. An
-        unreadable page counts as a busy host.
+        Raises HostBusyError after `patience_s` seconds, so the guest keeps its version and its node
+        asks again later. An unreadable page counts as a busy host.
         """
         if not self.is_guest:
             return
@@ -96,7 +100,8 @@ class GuestControl:
             await asyncio.sleep(IDLE_POLL_S)
 
     def yielded_s(self) -> float | None:
-        """Return how long the gate has let nothing run in this life of the engine; None if unknown.
+        """Return the seconds for which the guest's gate has held back work since the engine
+        started; None without a host, or if unknown.
 
         Raises PageError.
         """
@@ -104,17 +109,21 @@ class GuestControl:
         return None if guest is None else guest.yielded_ns / 1e9
 
     def start_waking(self, engine: ReplicaEngine) -> None:
-        """Keep waking an idle guest's engine for as long as this process lives."""
+        """Start the task that wakes a guest's idle engine when its memory is wanted; do nothing
+        without a host.
+        """
         if self.is_guest:
             self._waking = asyncio.get_running_loop().create_task(self.keep_waking(engine))
 
     def stop_waking(self) -> None:
-        """Stop waking, if it runs."""
+        """Cancel the task that wakes the engine, if it runs."""
         if self._waking is not None:
             self._waking.cancel()
 
     async def keep_waking(self, engine: ReplicaEngine) -> None:
-        """Wake the core while its memory is wanted; ends with the loop, or with the engine."""
+        """Wake the engine, every 10 ms, while the host wants memory back; return only when the
+        engine has ended or the page is unreadable.
+        """
         while True:
             await asyncio.sleep(WAKE_POLL_S)
             try:
@@ -140,12 +149,14 @@ class GuestControl:
 
 
 def owes_memory(grant: Grant | None, guest: GuestState | None) -> bool:
-    """Return True if a grant allows fewer granules than the guest keeps. One always stays."""
+    """Return True if the grant caps KV granules below what the guest has mapped; False for a cap of
+    0 or less, or without either state.
+    """
     if grant is None or guest is None or grant.kv_granule_cap <= 0:
         return False
     return guest.granules_mapped > grant.kv_granule_cap
 
 
 def misses_memory(host: HostState | None) -> bool:
-    """Return True if a host that lends misses granules of its reserve."""
+    """Return True if the host lacks granules of its KV reserve; False without a host state."""
     return host is not None and host.reserve_missing > 0

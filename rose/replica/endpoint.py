@@ -64,7 +64,9 @@ _BODIES: dict[str, msgspec.json.Decoder[_Asked]] = {
 
 
 class GenerateApp:
-    """Application that admits turns and serves them; `turns` is set once the engine is up."""
+    """ASGI application of the turn routes: it checks admission, then streams a turn's tokens or a
+    batch's; `turns` and `weights` are set once the engine is up.
+    """
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -73,14 +75,18 @@ class GenerateApp:
         self.weights: WeightUpdater | None = None
 
     def shut(self, job: str) -> str:
-        """Return the reason why no turn of a job may begin: no lease, or another job's; else ""."""
+        """Return the reason why no turn of a job may begin: no lease, another job's lease, or
+        another job's weights; "" if one may.
+        """
         if not self._admission.open or self.turns is None:
             return f"no turns now: {self._admission.reason}"
         serves = self._admission.takes(job) and (self.weights is None or self.weights.serves(job))
         return "" if serves else f"no turns of {job} here"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one POST request: a turn, a batch of turns, or the cancellation of some turns of a
+        batch.
+        """
         decoder = _BODIES.get(scope["path"], _BODY)
         try:
             body = decoded(decoder, await read_body(receive, MAX_BODY_BYTES))
@@ -144,9 +150,10 @@ _REFUSALS: dict[type[Exception], tuple[int, str]] = {
 
 
 class ReplicaEndpoint:
-    """Endpoint, as `rose_replica` in `VLLM_PLUGINS` or mounted (see `EndpointMount`).
+    """Endpoint plugin of vLLM that adds a replica's HTTP routes; named `rose_replica` in
+    `VLLM_PLUGINS`, or mounted by `EndpointMount`.
 
-    It is inert unless `ROSE_ROLE` makes a replica of the engine.
+    It adds nothing unless `ROSE_ROLE` makes a replica of the engine.
     """
 
     name = "rose_replica"
@@ -163,7 +170,8 @@ class ReplicaEndpoint:
         self._warm_up: WarmUp | None = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes: Starlette's own, and before vLLM's, which are matched one by one.
+        """Add the replica's routes to vLLM's application, before vLLM's own; do nothing without
+        ROSE_ROLE.
 
         Raises ExecutorError on an untested vLLM.
         """
@@ -173,7 +181,7 @@ class ReplicaEndpoint:
         self.attach(app)
 
     def attach(self, app: FastAPI) -> None:
-        """Add the routes, for any engine."""
+        """Add the replica's routes to the application of any engine, before its own."""
         app.router.routes[:0] = [
             # An ASGI application as endpoint is called directly, without a Request around it.
             *(Route(path, self._generate, methods=["POST"]) for path in contract.TURNS),
@@ -190,7 +198,11 @@ class ReplicaEndpoint:
         state: State,
         args: Namespace,
     ) -> None:
-        """Keep the engine; `args` are the server's own, `state` is where the shortcut looks."""
+        """Start serving turns with vLLM's engine client; do nothing without ROSE_ROLE.
+
+        state: the server's state, in which GenerateShortcut finds the application. args: the
+        server's arguments.
+        """
         if not self._active:
             return
         from rose.replica.vllm import VllmEngine
@@ -198,7 +210,9 @@ class ReplicaEndpoint:
         self.begin(VllmEngine(engine_client, str(args.model)), state)
 
     def begin(self, engine: ReplicaEngine, state: State) -> None:
-        """Keep the engine, of any kind, and start the work beside turns."""
+        """Start serving turns with this engine, and start its warm-up, weight preparation and
+        waking; `state` gets the application for GenerateShortcut.
+        """
         setattr(state, STATE_NAME, self._generate)
         self._turns = self._generate.turns = Turns(engine)
         self._weights = WeightUpdater(engine, self._turns, self._admission, self._control)
@@ -264,9 +278,11 @@ class ReplicaEndpoint:
 
 
 class _Answering:
-    """ASGI application that answers bounded bodies with JSON; control is for the secret's bearers.
+    """ASGI application around one control handler: it passes the body's bytes to the handler and
+    sends its (status, answer) as JSON, or the refusal of its error.
 
-    `AccessFilter` is in front of it. The check here holds for a server without that.
+    control: True if callers need the secret. `AccessFilter` checks that too; a server without the
+    filter relies on this check.
     """
 
     def __init__(self, handler: _Handler, *, control: bool = True) -> None:
@@ -291,13 +307,17 @@ class _Answering:
 
 
 class EndpointMount:
-    """Mounts `ReplicaEndpoint` when the server starts, at most once."""
+    """ASGI middleware that mounts `ReplicaEndpoint` when the server starts, unless a plugin has
+    done so.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Mount at the server's start; pass everything on. A server that cannot does not start."""
+        """Mount the endpoint at the lifespan message and pass every request on; if it cannot be
+        mounted, the server does not start.
+        """
         if scope["type"] == "lifespan" and not hasattr(scope["app"].state, STATE_NAME):
             try:
                 await _mount(scope)

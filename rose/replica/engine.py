@@ -24,7 +24,7 @@ BAD_REQUEST: Final = 400
 
 
 class RequestRefusedError(Exception):
-    """The engine refuses a request; `status` is the HTTP status."""
+    """Error raised because the engine refuses a request; `status` is the HTTP status to answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -33,16 +33,19 @@ class RequestRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """New output since the last call; `finish_reason` is the engine's, None while it runs."""
+    """Output of a request since the last call: lines of tokens, and the engine's finish reason,
+    None while it runs.
+    """
 
     chunks: list[StreamLine]
     finish_reason: str | None
 
 
 class StampedRequest(ABC):
-    """Registered request of an engine, whose tokens come with the version that sampled each.
+    """Request that is registered in an engine; each of its tokens comes with the policy version
+    that sampled it.
 
-    Read it with `next` until it finishes, else abort it. tokens: output tokens so far.
+    Call `next` until it finishes, or abort it. tokens: number of output tokens so far.
     """
 
     __slots__ = ("_ages", "_began", "_wants_prompt", "id", "tokens")
@@ -50,7 +53,9 @@ class StampedRequest(ABC):
     def __init__(
         self, name: str, ages: KvStaleness, began: int, wants_prompt: bool = False
     ) -> None:
-        """began: the version under which its turn began."""
+        """began: policy version under which the turn began. wants_prompt: True if the prompt's
+        logprobs are to be sent as well.
+        """
         self.id = name
         self.tokens = 0
         self._ages = ages
@@ -59,20 +64,20 @@ class StampedRequest(ABC):
 
     @abstractmethod
     async def next(self) -> OutputDelta:
-        """Wait for output; output since the last call is merged.
+        """Wait for output and return all of it since the last call.
 
-        Raises UnknownVersionError, the engine's own failures, RequestRefusedError of an engine that
-        refuses late, and the error of `interrupt`.
+        Raises UnknownVersionError, the engine's own failures, RequestRefusedError if the engine
+        refuses late, and the error that `interrupt` was given.
         """
 
     @abstractmethod
     def interrupt(self, error: Exception) -> None:
-        """Make `next` raise at once."""
+        """Make the pending or next call of `next` raise this error."""
 
     def _cut(
         self, tokens: list[int], logprobs: list[float], spans: Sequence[Span]
     ) -> list[StreamLine]:
-        """Return a line for each version's run of new tokens."""
+        """Return one line of tokens and logprobs for each (version, begin, end) span."""
         if len(spans) == 1:
             version = spans[0][0]
             return [StreamLine(tokens, logprobs, version, self._older(version))]
@@ -87,7 +92,9 @@ class StampedRequest(ABC):
         finish_reason: str | None,
         places: Callable[[], PromptLogprobs],
     ) -> OutputDelta:
-        """Return new output; the prompt's logprobs come before the first tokens, of one version."""
+        """Return new output as an OutputDelta, with the prompt's logprobs before the first tokens
+        if they were asked for; "abort" if the version changed since the turn began.
+        """
         if not (self._wants_prompt and chunks):
             return OutputDelta(chunks, finish_reason)
         self._wants_prompt = False
@@ -115,9 +122,10 @@ def model_ends(
     of_tokenizer: int | None,
     vocabulary: int,
 ) -> tuple[int, ...]:
-    """Return a model's own ends of a sequence, as engines have them by default.
+    """Return the token ids that end a model's sequences, as engines have them by default.
 
-    They are those of its generation configuration, else of its configuration, and its tokenizer's.
+    They are those of `generation_config.json`, else of its configuration (`of_config`), and its
+    tokenizer's; ids outside the vocabulary are left out.
     """
     try:
         text = (model_dir / "generation_config.json").read_bytes()
@@ -132,7 +140,7 @@ def model_ends(
 
 @dataclass(frozen=True, slots=True)
 class WarmUpSizes:
-    """Largest batch that an engine may be asked for at once."""
+    """Limits of the batches with which an engine is warmed up."""
 
     max_num_seqs: int
     max_model_len: int
@@ -140,7 +148,9 @@ class WarmUpSizes:
     vocabulary: int
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """Return (sequences, prompt tokens of each): all doublings, short prompts and long ones."""
+        """Yield (number of sequences, prompt tokens of each): every power of two up to the limit,
+        each with short and long prompts.
+        """
         longest = self.max_model_len - WARM_UP_OUTPUT_TOKENS
         for sequences in _doublings(self.max_num_seqs):
             fair = max(1, min(longest, self.max_tokens // sequences))
@@ -156,55 +166,63 @@ def _doublings(most: int) -> list[int]:
 
 
 class ReplicaEngine(Protocol):
-    """One engine in its API process; `model_dir` is the folder that it was started from."""
+    """Interface of one engine to its API process; `model_dir` is the folder that it was started
+    from.
+    """
 
     model_dir: str
 
     @property
     def failures(self) -> tuple[type[Exception], ...]:
-        """Errors that it raises when it is ending or has ended."""
+        """Exception types that the engine raises when it is ending or has ended."""
 
     @property
     def updatable(self) -> bool:
-        """True if its workers take weight updates."""
+        """True if the engine's workers have the methods that update weights."""
 
     @property
     def ranks(self) -> int:
-        """Number of its ranks, which share a copy of the checkpoint."""
+        """Number of the engine's ranks, which share one copy of the checkpoint."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that its KV cache has room for."""
+        """Number of tokens that fit in the engine's KV cache."""
 
     @property
     def sizes(self) -> WarmUpSizes:
-        """Largest batch that it may be asked for at once."""
+        """Limits of the batches with which the engine is warmed up."""
 
     async def start(
         self, body: GenerateBody, ages: KvStaleness, trace: TraceContext | None = None
     ) -> StampedRequest:
-        """Start a turn. Raises RequestRefusedError."""
+        """Register a turn in the engine and return its request. Raises RequestRefusedError."""
 
     async def abort(self, requests: Sequence[Any]) -> None:
-        """End requests that it started, each with its last output before this awaits."""
+        """Abort requests that `start` returned; when this returns, the last output of each is there
+        for `next`.
+        """
 
     async def pause(self, *, clear_cache: bool) -> None:
-        """Return once no step is in flight; requests stay and continue when it resumes.
+        """Stop the engine's steps and return once none is in flight; requests stay until `resume`.
 
-        With `clear_cache` they compute all of their KV again.
+        clear_cache: drop all KV, which requests then compute again.
         """
 
     async def resume(self) -> None:
-        """Resume."""
+        """Continue the engine's steps after `pause`."""
 
     async def activate(self, version: int) -> None:
-        """Stamp tokens with this version from here on. Only under the engine's pause."""
+        """Stamp all tokens sampled from now on with this policy version; call it while the engine
+        is paused.
+        """
 
     async def call_all(self, method: str, *args: object) -> list[dict[str, Any]]:
-        """Call a method of its weight workers; return each rank's answer. Raises their errors."""
+        """Call a method of the weight worker on every rank and return one answer a rank. Raises the
+        ranks' errors.
+        """
 
     async def reset_prefix_cache(self) -> bool:
-        """Drop all prefixes; return False if some are in use."""
+        """Drop all cached prefixes and return True; return False if some are in use."""
 
     async def wake(self) -> None:
         """Wake an idle engine, so that it looks for work."""

@@ -55,16 +55,19 @@ CallAll = Callable[..., Awaitable[list[dict[str, Any]]]]
 
 
 class Audits:
-    """Audits over `call`, one at a time."""
+    """Auditor of an engine's live weights through the worker calls of `call`; one audit runs at a
+    time.
+    """
 
     def __init__(self, call: CallAll) -> None:
         self._call = call
         self._lock = asyncio.Lock()
 
     async def run(self) -> dict[str, Any]:
-        """Report {version, flipped, unjudged, weights, audit_s}.
+        """Return the audit's report {version, flipped, unjudged, weights, audit_s}: names of wrong
+        tensors, names of unchecked ones, number of elements, seconds.
 
-        Raises WeightError if versions change faster than it reads.
+        Raises WeightError if the version changed during each of TRIES attempts.
         """
         async with self._lock:
             began_s = time.perf_counter()
@@ -108,15 +111,20 @@ class Audits:
 
 
 class ActivationError(WeightError):
-    """A commit broke off: the engine's weights are not proven any more."""
+    """Error raised because a commit failed half way, so that the engine's weights are not proven
+    any more.
+    """
 
 
 class EngineCallError(WeightError):
-    """The engine failed at a call that writes nothing."""
+    """Error raised because the engine failed at a call that writes no weights."""
 
 
 class WeightUpdater:
-    """Activates versions, one at a time."""
+    """Updater of one engine's weights: it applies policy versions, one at a time.
+
+    version, job: the active version and its job; 0 and "" until the first update.
+    """
 
     def __init__(
         self,
@@ -126,7 +134,9 @@ class WeightUpdater:
         control: GuestControl,
         finish_old_s: float = FINISH_OLD_S,
     ) -> None:
-        """admission: closed for good once weights are in doubt."""
+        """admission: closed until the process ends once weights are in doubt. finish_old_s: seconds
+        to wait for running turns under OnUpdate.FINISH_OLD.
+        """
         self._engine = engine
         self._turns = turns
         self._admission = admission
@@ -142,13 +152,14 @@ class WeightUpdater:
         self._coming = ""
 
     def serves(self, job: str) -> bool:
-        """Return True if the job's turns may begin, with the present weights or the coming ones."""
+        """Return True if turns of the job may begin: its weights are active or about to be written,
+        or one of the two jobs is unnamed.
+        """
         return not job or (self._coming or self.job) in ("", job)
 
     def start(self) -> None:
-        """Prepare in the background: kernels compile for seconds, and the loader map is traced.
-
-        An engine without our worker extension has no weights to prepare.
+        """Start to prepare the weight workers in the background: they compile kernels and trace the
+        loader, which takes seconds; do nothing for an engine without them.
         """
         if not self._engine.updatable:
             return
@@ -157,11 +168,11 @@ class WeightUpdater:
     async def apply(
         self, manifests: list[str], chunks: str, on_update: OnUpdate = OnUpdate.RECOMPUTE
     ) -> dict[str, Any]:
-        """Bring versions that follow each other into force at once, and report the last.
+        """Apply successive versions in one update and return a report of the last one.
 
-        It finishes even if the caller is gone. Raises WeightError subtypes of weight_transfer and
-        HostBusyError while nothing is written, ActivationError afterwards: then turns are revoked,
-        admission is closed, and nothing is tried again in this life of the engine.
+        The update finishes even if the caller is cancelled. Raises WeightError subtypes of
+        weight_transfer or HostBusyError while nothing is written, and ActivationError afterwards:
+        then all turns are revoked and admission stays closed until the engine is restarted.
         """
         return await asyncio.shield(self._spawn(self._apply(manifests, chunks, on_update)))
 
@@ -201,13 +212,17 @@ class WeightUpdater:
             }
 
     async def audit(self) -> dict[str, Any]:
-        """Digest every live weight, between the engine's steps: `flipped` names wrong tensors."""
+        """Compute digests of every live weight between the engine's steps and return the report of
+        `Audits.run`; `flipped` names wrong tensors.
+        """
         async with self._lock:
             await self._prepare()
         return await self._audits.run()
 
     async def distrust(self, why: str) -> None:
-        """Let this engine's weights sample no token any more."""
+        """Close admission until the process ends and revoke all turns, because the weights are in
+        doubt.
+        """
         _LOG.error("%s; this replica serves no more turns", why)
         self._admission.quarantine(why)
         try:
@@ -216,7 +231,9 @@ class WeightUpdater:
             _LOG.exception("the engine has ended, and its turns with it")
 
     async def _decode(self, manifests: list[str], chunks: str) -> None:
-        """Verify and decode versions beside the engine's steps. Raises the ranks' errors."""
+        """Verify and decode the versions' files beside the engine's steps; nothing is written to
+        the model. Raises the ranks' errors.
+        """
         attempt = secrets.token_hex(8)
         while True:
             if (await self._call("rose_weights_decode", manifests, chunks, attempt))["done"]:
@@ -224,9 +241,10 @@ class WeightUpdater:
             await asyncio.sleep(STAGE_POLL_S)
 
     async def _load(self) -> dict[str, Any]:
-        """Load and compute the decoded version between the engine's steps; return its facts.
+        """Load the decoded version, piece by piece between the engine's steps while the host is
+        idle, and return its facts.
 
-        Raises the ranks' errors, and HostBusyError; nothing is written then.
+        Raises the ranks' errors and HostBusyError; the model is not changed then.
         """
         clock_s, patience_s = asyncio.get_running_loop().time, STAGE_PATIENCE_S
         while True:
@@ -242,7 +260,8 @@ class WeightUpdater:
 
     @contextmanager
     def _coming_of(self, job: str) -> Iterator[str]:
-        """Let no turn of another job begin. Raises WeightError if the lease is another job's.
+        """Return a context manager in which only turns of `job` may begin. Raises WeightError if
+        the lease is another job's.
 
         An update takes longer than a lease may last: the lease of its request may be over by now.
         """
@@ -282,7 +301,9 @@ class WeightUpdater:
         return report
 
     async def _pause(self, job: str, *, keep_kv: bool) -> Exception | None:
-        """Pause; return the error, if any. Nothing is written yet."""
+        """Revoke other jobs' turns and pause the engine; return the error, None if it is paused. No
+        weights are written yet.
+        """
         # With cleared caches running turns recompute their KV under the new weights; those of
         # another job must not run under them.
         try:
@@ -293,7 +314,9 @@ class WeightUpdater:
         return None
 
     async def _commit(self, version: int, *, keep_kv: bool) -> dict[str, Any]:
-        """Write, prove, stamp. Raises any error, and ActivationError without proofs."""
+        """Write the weights, check the ranks' proofs, stamp the version and return the merged
+        report. Raises any error, and ActivationError without proofs.
+        """
         report = merged(await _bounded(self._call_all("rose_weights_commit")))
         _insist_proven(report, version)
         await _bounded(self._engine.activate(version))
@@ -327,7 +350,9 @@ class WeightUpdater:
             self._ready = True
 
     async def _call(self, method: str, *args: object) -> dict[str, Any]:
-        """Return the first rank's answer; `done` if all are."""
+        """Call a method on all ranks and return the first rank's answer; its `done` is True only if
+        all ranks are done.
+        """
         answers = await self._call_all(method, *args)
         answer = answers[0]
         if answer is not None and "done" in answer:
@@ -358,7 +383,7 @@ class WeightUpdater:
 
 
 def _insist_proven(report: Mapping[str, Any], version: int) -> None:
-    """Raise ActivationError unless all ranks have proven that they run `version`."""
+    """Raise ActivationError unless the report says that all ranks have proven to run `version`."""
     if report["version"] == version and report["digest_ok"] and report["probe_ok"]:
         return
     said = {name: report[name] for name in ("digest_ok", "probe_ok", "probe_max_abs_diff")}

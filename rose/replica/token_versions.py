@@ -24,25 +24,29 @@ class _Activation:
 
 
 class KvStaleness:
-    """The activations of one engine, newest last."""
+    """History of an engine's version activations, from which it computes how old the KV of a token
+    can be.
+    """
 
     def __init__(self) -> None:
         self._past = deque([_Activation(0, kept_kv=False)], maxlen=REMEMBERED)
 
     @property
     def current(self) -> int:
-        """The active version, under which new turns begin."""
+        """Number of the active version, under which new turns begin."""
         return self._past[-1].version
 
     def activated(self, version: int, *, kept_kv: bool) -> None:
-        """Record that `version` is active from now on."""
+        """Record that `version` is active from now on; `kept_kv`: True if caches were not
+        cleared.
+        """
         self._past.append(_Activation(version, kept_kv))
 
     def oldest(self, began: int, version: int) -> int:
-        """Return the oldest version whose KV a token of `version` may have been sampled on.
+        """Return the oldest version whose KV a token of `version` may have been sampled on, in a
+        turn that began under `began`.
 
-        `began` is the version that its turn began under. A turn that was preempted meanwhile has
-        younger KV than this says, never older.
+        A preempted turn may have younger KV than this says, never older.
         """
         oldest = version
         for activation in reversed(self._past):
@@ -55,10 +59,11 @@ class KvStaleness:
         return min(began, version)
 
     def salted(self, salt: str | None) -> str | None:
-        """Return the cache salt of a turn that begins now; its own if no KV was kept.
+        """Return the cache salt of a turn that begins now: its own, with the version before it if
+        the last activation kept KV.
 
         A cached block belongs to the salt that its turn began with. So KV of an older version, or
-        of two, is never found by a turn that began under a newer one.
+        of two, is never reused by a turn that began under a newer one.
         """
         if not self._past[-1].kept_kv:
             return salt
@@ -73,11 +78,13 @@ Span = tuple[int, int, int]
 
 
 class UnknownVersionError(Exception):
-    """The engine does not report which policy version sampled a token."""
+    """Error raised because the engine does not report which policy version sampled a token."""
 
 
 def version_number(name: str) -> int:
-    """Return the integer of the engine's version string; an engine without an update runs 0."""
+    """Return the policy version that an engine's version string names, 0 for "default". Raises
+    UnknownVersionError for anything else than digits.
+    """
     if name == UNNAMED:
         return 0
     if not name.isdecimal():
@@ -88,10 +95,11 @@ def version_number(name: str) -> int:
 
 
 def split_spans(starts: Sequence[Start], first: int, count: int) -> list[Span]:
-    """Cut output tokens [first, first + count): (version, begin, end), relative to `first`.
+    """Return the output tokens [first, first + count) as spans (version, begin, end) of one version
+    each; begin and end are relative to `first`.
 
-    `starts` holds (version name, first output token), in order. Raises UnknownVersionError for
-    tokens before the first start: a token without its version is worth nothing to a trainer.
+    starts: (version name, first output token), in order. Raises UnknownVersionError for tokens
+    before the first start.
     """
     if not starts or starts[0][1] > first:
         raise UnknownVersionError(f"no version is known for output token {first}")

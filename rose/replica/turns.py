@@ -25,7 +25,9 @@ _encode_lines = msgspec.json.Encoder().encode_lines
 
 @dataclass(slots=True, eq=False)
 class ReplicaTurn:
-    """State of one turn; the stream around it owns the socket."""
+    """State of one turn between its admission and its last line; the stream around it owns the
+    connection.
+    """
 
     _engine: ReplicaEngine
     _body: GenerateBody
@@ -40,21 +42,23 @@ class ReplicaTurn:
 
     @property
     def over(self) -> bool:
-        """True if it need not begin: it was revoked, or its client is gone."""
+        """True if the turn need not begin: it was revoked, or its client is gone."""
         return self.revoked or self._client_gone
 
     @property
     def job(self) -> str:
-        """Job of the turn; "" if unknown."""
+        """Name of the turn's job, "" if the request names none."""
         return self._body.job
 
     @property
     def tokens(self) -> int:
-        """Output tokens so far."""
+        """Number of output tokens so far."""
         return 0 if self.request is None else self.request.tokens
 
     async def start(self) -> None:
-        """Start the turn in the engine. Raises RequestRefusedError or ClientGoneError."""
+        """Register the turn in the engine; abort it at once if it was revoked meanwhile. Raises
+        RequestRefusedError or ClientGoneError.
+        """
         if self._client_gone:
             raise ClientGoneError("the client left before its turn began")
         self.begun = True
@@ -67,7 +71,8 @@ class ReplicaTurn:
             await self._engine.abort([self.request])
 
     async def next_lines(self) -> list[StreamLine]:
-        """Wait for output; the line of the finish comes with the last tokens.
+        """Wait for output and return its lines; the finish reason is in the line of the last tokens
+        or in one of its own. An engine failure ends the turn with reason "error".
 
         Raises ClientGoneError.
         """
@@ -92,7 +97,7 @@ class ReplicaTurn:
         return [*chunks[:-1], structs.replace(chunks[-1], finish_reason=reason)]
 
     def leave(self) -> None:
-        """Record that its client is gone, or cancelled it."""
+        """Record that the client disconnected or cancelled the turn, and interrupt `next_lines`."""
         if self.ended:
             return
         self._client_gone = True
@@ -100,7 +105,7 @@ class ReplicaTurn:
             self.request.interrupt(ClientGoneError("the client left its turn"))
 
     async def close(self) -> None:
-        """Leave nothing running in the engine."""
+        """Abort the turn's request in the engine if it has not ended."""
         if not self.ended and self.request is not None:
             self.ended = True
             await self._engine.abort([self.request])
@@ -110,7 +115,10 @@ class ReplicaTurn:
 
 
 class Turns:
-    """Opens, serves and revokes turns."""
+    """Open turns of a replica: it opens, streams, counts and revokes them.
+
+    hold: gate that holds back new turns during an update. ages: activations of policy versions.
+    """
 
     def __init__(self, engine: ReplicaEngine) -> None:
         self._engine = engine
@@ -122,31 +130,35 @@ class Turns:
 
     @property
     def running(self) -> int:
-        """Number of turns that have at least one token."""
+        """Number of open turns that have at least one output token."""
         return sum(turn.tokens > 0 for turn in self._live)
 
     @property
     def waiting(self) -> int:
-        """Number of turns without a token yet."""
+        """Number of open turns without an output token."""
         return sum(turn.tokens == 0 for turn in self._live)
 
     @property
     def tokens_total(self) -> int:
-        """Output tokens since the engine started."""
+        """Number of output tokens of all turns since the engine started."""
         return self._past_tokens + sum(turn.tokens for turn in self._live)
 
     def open(self, body: GenerateBody, trace: TraceContext | None = None) -> ReplicaTurn:
-        """Open a turn; from here on a drain finds it."""
+        """Return a new turn, which a drain from now on revokes; `serve` or `begin` starts it."""
         turn = ReplicaTurn(self._engine, body, self.ages, trace)
         self._live.add(turn)
         return turn
 
     async def revoke_all(self) -> int:
-        """End every turn; each stream first delivers its tokens. Returns the number of turns."""
+        """Abort every open turn, each of which first delivers its tokens so far; return the number
+        of turns.
+        """
         return await self._revoke(self._live)
 
     async def revoke_others(self, job: str) -> int:
-        """End the turns of all other jobs, for new weights. Returns the number of turns."""
+        """Abort the open turns of other named jobs, because weights of `job` are coming; return the
+        number of turns.
+        """
         if not job:
             return 0
         return await self._revoke(turn for turn in self._live if turn.job not in ("", job))
@@ -160,9 +172,10 @@ class Turns:
         return len(turns)
 
     async def all_ended(self, limit_s: float) -> bool:
-        """Wait until no turn is in the engine; return False if some are after `limit_s` seconds.
+        """Wait until no started turn is left in the engine and return True; return False after
+        `limit_s` seconds.
 
-        Close the hold first, or new ones take their places.
+        Close the hold first, or new turns begin meanwhile.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -174,7 +187,9 @@ class Turns:
         return True
 
     async def serve(self, turn: ReplicaTurn, receive: Receive, send: Send) -> None:
-        """Stream a turn; a client that goes away ends it."""
+        """Run a turn and stream its lines as the HTTP response; the turn is aborted if the client
+        disconnects.
+        """
         try:
             with self.watched([turn], receive):
                 await self.begin(turn)
@@ -190,7 +205,9 @@ class Turns:
 
     @contextmanager
     def watched(self, turns: Collection[ReplicaTurn], receive: Receive) -> Iterator[None]:
-        """Cancel these turns if their client goes away meanwhile."""
+        """Return a context manager that cancels these turns if the client disconnects inside its
+        `with` block.
+        """
 
         def gone(watch: "asyncio.Task[None]") -> None:
             if not watch.cancelled():
@@ -204,7 +221,7 @@ class Turns:
             watch.cancel()
 
     async def begin(self, turn: ReplicaTurn) -> None:
-        """Start an opened turn in the engine, once no weight update holds it up.
+        """Wait until no weight update holds back new turns, then start the turn in the engine.
 
         Raises RequestRefusedError or ClientGoneError.
         """
@@ -212,13 +229,15 @@ class Turns:
         await turn.start()
 
     def leave(self, turns: Iterable[ReplicaTurn]) -> None:
-        """Cancel these: their streams close them soon."""
+        """Record that the client cancelled these turns; their streams then close them."""
         for turn in turns:
             turn.leave()
         self.hold.look_again()
 
     async def close(self, turn: ReplicaTurn) -> None:
-        """Leave nothing of an opened turn behind."""
+        """Remove a turn from the open ones, add its tokens to the total and abort it in the engine
+        if it has not ended.
+        """
         self._live.discard(turn)
         self._past_tokens += turn.tokens
         await turn.close()
@@ -228,9 +247,10 @@ class Turns:
 async def stream(
     lines: Callable[[], Awaitable[Sequence[msgspec.Struct]]], over: Callable[[], bool], send: Send
 ) -> None:
-    """Answer with lines until it is over; headers go out with the first ones.
+    """Send an NDJSON response: the result of each call of `lines` as one chunk, until `over`
+    returns True.
 
-    That is one wake-up less for the gateway.
+    Headers are sent with the first lines, which saves the gateway one wake-up.
     """
     ready = await lines()
     # A fresh list: the server's middleware adds to its headers in place.

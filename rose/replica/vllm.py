@@ -60,7 +60,7 @@ _ENDS: "Final[WeakKeyDictionary[Any, tuple[int, ...]]]" = WeakKeyDictionary()
 
 
 class _NeverRaisedError(Exception):
-    """Stand-in for an error that a version does not have."""
+    """Stand-in for an exception type that the installed vLLM does not have."""
 
 
 def _known(name: str) -> type[Exception]:
@@ -75,31 +75,34 @@ ENGINE_FAILURES = (_known("VLLMError"), EngineDeadError, EngineGenerateError)
 
 
 class EngineStamps:
-    """Versions that the engine sends."""
+    """Token versions of a vLLM that reports them with its outputs (0.32)."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
         # `_of_engines` keeps this for as long as there is the engine, and must not keep the engine.
         self._engine = weakref.proxy(engine)
 
     def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- vLLM's collector
-        """Return (version, first output token) of a request, a list that grows while it runs.
-
-        None if the request has ended already and its last output has them.
+        """Return a request's list of (version name, first output token), which grows while it runs;
+        None if the request has ended, so that its last output has them.
         """
         state = self._engine.output_processor.request_states.get(collector.request_id)
         found: Sequence[Start] | None = None if state is None else state.weight_version_starts
         return found
 
     async def activate(self, version: int) -> None:
-        """Stamp tokens with this version from here on. Only under the engine's pause."""
+        """Stamp tokens sampled from now on with this version; call it while the engine is
+        paused.
+        """
         await self._engine.update_weight_version(str(version))
 
 
 class CountedStamps:
-    """Versions counted at the queue of an engine that sends none."""
+    """Token versions of a vLLM that reports none (0.25): tokens are counted as they enter the
+    output queue.
+    """
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
-        """Make it before the first request."""
+        """Wrap the engine's output queue; create it before the first request."""
         self._states = engine.output_processor.request_states
         self._version = UNNAMED
         self._tokens: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -136,7 +139,7 @@ Stamps = EngineStamps | CountedStamps
 
 
 def stamps_of(engine: Any) -> Stamps:  # noqa: ANN401 -- vLLM's AsyncLLM
-    """Return the stamps of an engine, always the same object."""
+    """Return the token versions of an engine; the same object for each call with that engine."""
     stamps: Stamps | None = _of_engines.get(engine)
     if stamps is None:
         stamps = EngineStamps(engine) if _ENGINE_SAYS else CountedStamps(engine)
@@ -145,7 +148,7 @@ def stamps_of(engine: Any) -> Stamps:  # noqa: ANN401 -- vLLM's AsyncLLM
 
 
 class VllmRequest(StampedRequest):
-    """Request inside an AsyncLLM."""
+    """Request of one turn in vLLM's AsyncLLM."""
 
     __slots__ = ("_collector", "_starts")
 
@@ -169,7 +172,9 @@ class VllmRequest(StampedRequest):
         ages: KvStaleness,
         trace: TraceContext | None = None,
     ) -> Self:
-        """Start a turn in the engine. Raises RequestRefusedError."""
+        """Check and register a turn in the engine and return its request. Raises
+        RequestRefusedError.
+        """
         _check_ids(engine, body)
         ends = () if body.sampling.ignore_eos else ends_of(engine)
         began, salt = ages.current, ages.salted(body.cache_salt)
@@ -217,7 +222,9 @@ class VllmRequest(StampedRequest):
 
 
 class VllmEngine:
-    """An AsyncLLM. It counts tokens from here on, if the engine does not."""
+    """ReplicaEngine of vLLM's AsyncLLM; it counts token versions from its creation on if vLLM does
+    not report them.
+    """
 
     failures = ENGINE_FAILURES
 
@@ -288,9 +295,8 @@ def _status(error: Any) -> int:  # noqa: ANN401 - an ErrorWithStatus
 
 
 def _traced(engine: Any, trace: TraceContext | None) -> dict[str, Any]:  # noqa: ANN401 - AsyncLLM
-    """Return the trace headers for an engine that sends spans (`--otlp-traces-endpoint`).
-
-    Another engine would log a warning for the first turn, and does not use them.
+    """Return the trace headers as an argument of add_request; empty for an engine that sends no
+    spans (`--otlp-traces-endpoint`), which would log a warning.
     """
     if trace is None:
         return {}
@@ -300,7 +306,7 @@ def _traced(engine: Any, trace: TraceContext | None) -> dict[str, Any]:  # noqa:
 
 
 def _check_ids(engine: Any, body: GenerateBody) -> None:  # noqa: ANN401 - AsyncLLM
-    """Refuse token ids that would end the engine, which looks them up without a check.
+    """Raise RequestRefusedError for token ids outside the vocabulary, which would crash the engine.
 
     vLLM checks those of a prompt and `allowed_token_ids` only with a tokenizer, and masks every
     stop by index before `min_tokens`.
@@ -321,7 +327,9 @@ def _check_ids(engine: Any, body: GenerateBody) -> None:  # noqa: ANN401 - Async
 
 
 def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLogprobs
-    """Return each position's first entry, the sampled token's; a neighbour may ask for others."""
+    """Return the logprob of the sampled token at each position, which is the position's first
+    entry; others may follow it.
+    """
     values: list[float] = flat.logprobs
     if len(values) == len(flat.start_indices):
         return values
@@ -329,7 +337,7 @@ def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLo
 
 
 def ends_of(engine: Any) -> tuple[int, ...]:  # noqa: ANN401 - AsyncLLM
-    """Return the model's own ends of a sequence.
+    """Return the token ids that end the model's sequences, cached for each engine.
 
     The engine knows only its tokenizer's, and those only if it has loaded one.
     """
@@ -348,7 +356,9 @@ def _places(found: Any) -> PromptLogprobs:  # noqa: ANN401 - vLLM's PromptLogpro
 
 
 def _structured(asked: StructuredOutputs) -> StructuredOutputsParams:
-    """Raises RequestRefusedError for a constraint that vLLM does not take."""
+    """Return vLLM's parameters of a structured-output constraint. Raises RequestRefusedError for
+    one that vLLM does not support.
+    """
     given = {name: getattr(asked, name) for name in asked.__struct_fields__}
     if asked.choice is not None:
         given["choice"] = [*asked.choice]

@@ -36,11 +36,16 @@ _LOG = logging.getLogger("vllm.rose.replica")
 
 
 class WarmUpError(Exception):
-    """A warm-up did not finish; the message is one line."""
+    """Error raised because a warm-up did not finish; the message is one line."""
 
 
 class WarmUp:
-    """Warm-up of one engine. `said` is its state in one line for a person."""
+    """Warm-up of one engine: it runs batches of every size once, so that kernels are compiled
+    before the first lease.
+
+    warm: True if it has finished or was not asked for. failed: True if it broke off. said: its
+    state in one line for a log.
+    """
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class WarmUp:
         self.said = "no warm-up was asked for"
 
     def start(self) -> None:
-        """Begin, if it was asked for."""
+        """Start the warm-up in the background if ROSE_WARM_UP_S asks for one."""
         if self._limit_s is not None:
             self.said = "warm-up begins"
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -120,7 +125,9 @@ class WarmUp:
         )
 
     async def _forget(self) -> None:
-        """Drop all cached prefixes: no turn will use them, and each holds memory."""
+        """Drop all cached prefixes of the warm-up, which hold memory; try again while some are in
+        use.
+        """
         for _ in range(RESETS):
             if await self._engine.reset_prefix_cache():
                 return
@@ -134,7 +141,9 @@ class WarmUp:
             raise WarmUpError(f"it took longer than {self._limit_s:.0f} s that it was let run")
 
     def _spent_s(self) -> float:
-        """Return the time since it began, without the time in which the gate let nothing run."""
+        """Return the seconds since the warm-up began, less those in which the guest's gate held it
+        back.
+        """
         held_back_s = self._yielded_s() - self._yielded_before_s
         return self._clock_s() - self._began_s - held_back_s
 
@@ -150,7 +159,9 @@ async def _finish(request: StampedRequest) -> None:
 
 
 def _limit_s(text: str) -> float | None:
-    """Return seconds; None without a warm-up. Raises ValueError for an invalid time."""
+    """Return the warm-up's limit in seconds, None if the text is empty. Raises ValueError for an
+    invalid time.
+    """
     if not text:
         return None
     seconds = float(text)

@@ -62,8 +62,8 @@ class GuestLock:
         return record
 
     def begin(self) -> Keep:
-        """Create and lock a new record file for a guest that is about to start; return the keeper's
-        options, which ends the guest if the lock is let go.
+        """Create and lock a new record file for a guest that is about to start; return the options
+        of its keeper process, which ends the guest once the lock is released.
         """
         self.drop()
         self._held = HeldFile.take(self._path)

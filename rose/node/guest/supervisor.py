@@ -113,8 +113,8 @@ class Supervisor:
     owner allows, until `stop`.
 
     After MAX_SHORT_LIVES runs in a row that end within STABLE_S or never get healthy it stays
-    FAILED. Runs that the owner ended (`must_end`) do not count. restarts: number of restarts after
-    an end that was not asked for.
+    FAILED. Runs that the owner ended (`must_end`) do not count. restarts: number of times that the
+    engine was started again.
     """
 
     def __init__(

@@ -46,11 +46,11 @@ _numbers = itertools.count(1)
 
 
 class SglangError(Exception):
-    """The engine answered wrongly, or not at all."""
+    """Error raised because the engine answered wrongly, or not at all."""
 
 
 class SglangRequest(StampedRequest):
-    """Request inside a TokenizerManager."""
+    """Request of one turn in SGLang's TokenizerManager."""
 
     __slots__ = ("_ended", "_error", "_manager", "_state")
 
@@ -76,7 +76,9 @@ class SglangRequest(StampedRequest):
         ages: KvStaleness,
         ends: Sequence[int],
     ) -> Self:
-        """Start a turn in the engine. Raises RequestRefusedError."""
+        """Check and register a turn in the engine and return its request. Raises
+        RequestRefusedError.
+        """
         if not body.token_ids:
             raise RequestRefusedError(BAD_REQUEST, "a turn has at least one token")
         began = ages.current
@@ -125,7 +127,9 @@ class SglangRequest(StampedRequest):
         self._state.event.set()
 
     def end(self) -> None:
-        """Let `next` end with its present output; the engine is told separately."""
+        """Make `next` return an abort after its present output, and send the abort to the
+        engine.
+        """
         self._ended = True
         self._manager.abort_request(self.id)
         self._state.event.set()
@@ -153,13 +157,13 @@ class SglangRequest(StampedRequest):
 
 
 class SglangEngine:
-    """A TokenizerManager, in the process that serves HTTP."""
+    """ReplicaEngine of SGLang's TokenizerManager, in the process that serves HTTP."""
 
     failures: tuple[type[Exception], ...] = (SglangError,)
     updatable = True
 
     def __init__(self, manager: Any, arguments: Any, kv_tokens: int) -> None:  # noqa: ANN401 -- SGLang's
-        """arguments: its ServerArgs."""
+        """arguments: SGLang's ServerArgs. kv_tokens: number of tokens that fit in its KV cache."""
         self._manager = manager
         self._arguments = arguments
         self.kv_tokens = kv_tokens
@@ -213,13 +217,15 @@ class SglangEngine:
 
 
 def ends_of(manager: Any, model_dir: str) -> tuple[int, ...]:  # noqa: ANN401 -- SGLang's
-    """Return the model's own ends of a sequence."""
+    """Return the token ids that end the model's sequences."""
     config, own = manager.model_config, getattr(manager.tokenizer, "eos_token_id", None)
     return model_ends(Path(model_dir), config.hf_eos_token_id or (), own, int(config.vocab_size))
 
 
 def request_id(name: str) -> str:
-    """Return a request's own id: a prefix of fixed length before the turn's name."""
+    """Return a new, unique request id: a number of fixed length before the turn's name, so that no
+    id is a prefix of another.
+    """
     prefix = WARM_UP if name.startswith(WARM_UP) else ""
     return f"{prefix}{next(_numbers):012x}.{name}"
 
@@ -243,7 +249,9 @@ def _request(rid: str, body: GenerateBody, ages: KvStaleness, ends: Sequence[int
 
 
 def parameters(sampling: Sampling, ends: Sequence[int] = ()) -> dict[str, Any]:
-    """Return SGLang's parameters. Raises RequestRefusedError for unsupported ones."""
+    """Return SGLang's sampling parameters as a dict, with `ends` among the stop tokens. Raises
+    RequestRefusedError for unsupported ones.
+    """
     stops = [*dict.fromkeys([*(sampling.stop_token_ids or ()), *ends])]
     asked: dict[str, Any] = {
         "temperature": sampling.temperature,
@@ -294,7 +302,9 @@ def _quoted(text: str) -> str:
 
 
 def _reason(said: Any) -> str | None:  # noqa: ANN401 -- SGLang's JSON
-    """Return `stop`, `length` or `abort`; None while it runs. Raises RequestRefusedError."""
+    """Return SGLang's finish reason: `stop`, `length` or `abort`; None while the request runs.
+    Raises RequestRefusedError for a bad request.
+    """
     if said is None:
         return None
     if said.get("type") == "abort" and said.get("status_code") == BAD_REQUEST:
@@ -303,7 +313,9 @@ def _reason(said: Any) -> str | None:  # noqa: ANN401 -- SGLang's JSON
 
 
 def _places(meta: dict[str, Any]) -> PromptLogprobs:
-    """Return the logprobs of a prompt. SGLang reports no ranks."""
+    """Return a prompt's logprobs: for each position (token, logprob, None) of its own token first,
+    then of the others; SGLang reports no ranks.
+    """
     sampled = meta.get("input_token_logprobs") or []
     others = meta.get("input_top_logprobs") or [None] * len(sampled)
     places: PromptLogprobs = []

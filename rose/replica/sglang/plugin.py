@@ -35,7 +35,9 @@ _STOPS: Final = "sglang.srt.managers.schedule_batch.Req._check_token_based_finis
 
 
 class Begin:
-    """ASGI middleware that starts the replica with the server, in its event loop."""
+    """ASGI middleware that starts the replica's endpoint when the server starts, in the server's
+    event loop.
+    """
 
     def __init__(self, app: ASGIApp, endpoint: ReplicaEndpoint, engine: SglangEngine) -> None:
         self._app = app
@@ -43,7 +45,7 @@ class Begin:
         self._engine = engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass everything on."""
+        """Start the endpoint at the lifespan message; pass every request on."""
         if scope["type"] == "lifespan":
             self._endpoint.begin(self._engine, scope["app"].state)
         await self._app(scope, receive, send)
@@ -59,7 +61,7 @@ def serve(
     *more: Any,  # noqa: ANN401
     **named: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Hook around the start of SGLang's HTTP server: ROSE's routes, and the access filter."""
+    """Call SGLang's server start with ROSE's routes, middleware and access filter added (hook)."""
     from sglang.srt.entrypoints.http_server import app
 
     kv_tokens = int(scheduler_infos[0].get("max_total_num_tokens", 0))
@@ -82,7 +84,8 @@ def serve(
 
 
 def checked(original: Hook, server_args: Any) -> Any:  # noqa: ANN401 -- SGLang's
-    """Hook around the resolution of SGLang's arguments: refuse before anything of it is started.
+    """Check SGLang's arguments before it resolves them, and end the process if a replica or guest
+    cannot run with them (hook).
 
     SGLang would otherwise load a draft's weights, or adapt other arguments, before that.
     """
@@ -98,7 +101,9 @@ def checked(original: Hook, server_args: Any) -> Any:  # noqa: ANN401 -- SGLang'
 
 
 def register() -> None:
-    """Entry point of `sglang.srt.plugins`."""
+    """Install the replica's hooks in this process of SGLang; entry point of `sglang.srt.plugins`,
+    which does nothing without ROSE_ROLE.
+    """
     if os.environ.get("ROSE_ROLE") not in ROLES:
         return
     try:
@@ -129,9 +134,10 @@ def _scheduler_hooks() -> dict[str, Hook]:
 
 
 def biased_batch(original: Any, kind: Any, batch: Any, vocab_size: int) -> Any:  # noqa: ANN401 -- SGLang's
-    """Hook around `SamplingBatchInfo.from_schedule_batch`: forbid all but a turn's allowed tokens.
+    """Return SGLang's sampling batch with a logit bias of -inf on all tokens that a turn does not
+    allow (hook of `SamplingBatchInfo.from_schedule_batch`).
 
-    SGLang has no parameter for them. It filters and merges the batch's bias with its batches,
+    SGLang has no parameter for allowed tokens. It filters and merges the bias with its batches,
     samples from it, and takes logprobs of it.
     """
     import torch
@@ -151,9 +157,10 @@ def biased_batch(original: Any, kind: Any, batch: Any, vocab_size: int) -> Any: 
 
 
 def ended_at_stop(original: Any, request: Any, new: Sequence[int]) -> bool:  # noqa: ANN401 -- SGLang's
-    """Hook around `Req._check_token_based_finish`: check stops of a turn without the model's ends.
+    """Return True if a request ends at one of its stop tokens, even if it ignores the model's ends
+    (hook of `Req._check_token_based_finish`).
 
-    SGLang checks no stop of a turn that ignores those.
+    SGLang checks no stop tokens of a request that ignores the model's ends.
     """
     asked = request.sampling_params
     if not (asked.ignore_eos and asked.stop_token_ids):

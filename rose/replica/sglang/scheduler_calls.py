@@ -28,13 +28,17 @@ _LOG = logging.getLogger("rose.replica")
 
 
 class SchedulerCalls:
-    """The scheduler of this process, and the weight worker beside it."""
+    """Handler of the replica's calls in one scheduler process of SGLang, with the weight worker
+    beside it.
+    """
 
     def __init__(self) -> None:
         self._worker: SglangWeightWorker | None = None
 
     def handle(self, original: Callable[..., Any], scheduler: Any, asked: Any) -> None:  # noqa: ANN401 -- SGLang's
-        """Hook around the scheduler's `handle_dumper_control`."""
+        """Run a replica's call on this rank and send the answers of all ranks back; pass other
+        requests to SGLang (hook of `handle_dumper_control`).
+        """
         if asked.method != METHOD:
             original(scheduler, asked)
             return
@@ -53,7 +57,9 @@ class SchedulerCalls:
         )
 
     def rest(self, original: Callable[..., Any], scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
-        """Hook around the idle loop of a paused scheduler, which would spin."""
+        """Sleep half a millisecond in each round of a paused scheduler's idle loop, which would
+        spin (hook).
+        """
         original(scheduler)
         time.sleep(PAUSED_SLEEP_S)
 
@@ -94,7 +100,7 @@ class SchedulerCalls:
 
 
 def _of_all_ranks(scheduler: Any, mine: dict[str, Any]) -> list[dict[str, Any]]:  # noqa: ANN401 -- SGLang's
-    """Return every rank's answer, on every rank."""
+    """Return the answers of all ranks, in rank order, on every rank."""
     import torch.distributed
 
     group = scheduler.tp_group.cpu_group
