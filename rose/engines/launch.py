@@ -81,9 +81,10 @@ _MEANINGFUL = re.compile(r"^(?:\w+\.)*\w*(Error|Exception)\b.*: .+")
 
 
 class BrokenPlugin(msgspec.Struct, frozen=True):
-    """A plugin of an engine that cannot be imported; every engine logs it and runs without.
+    """Plugin of an engine that cannot be imported; every engine logs it and runs without it.
 
-    folder: of the metadata that names it, which an earlier installation may have left.
+    folder: folder of the metadata that names it, which an earlier installation may have left. why:
+    the import error in one line.
     """
 
     name: str
@@ -96,7 +97,8 @@ class BrokenPlugin(msgspec.Struct, frozen=True):
 def broken_plugins(
     python: str, env: Mapping[str, str], engine: EngineKind = EngineKind.VLLM
 ) -> list[BrokenPlugin]:
-    """Return the plugins of an engine that an interpreter lists and cannot import.
+    """Return the engine's plugins that this interpreter lists and cannot import, found by running
+    it.
 
     Raises OSError, TimeoutExpired or DecodeError if the interpreter gives no answer.
     """
@@ -111,7 +113,9 @@ def broken_plugins(
 def _run(
     timeout_s: float, env: Mapping[str, str], *words: str
 ) -> "subprocess.CompletedProcess[str]":
-    """Run the operator's own interpreter. Raises OSError or TimeoutExpired."""
+    """Run a command with these variables added to the environment and return the finished process.
+    Raises OSError or TimeoutExpired.
+    """
     return subprocess.run(  # noqa: S603
         words,
         env={**os.environ, **env},
@@ -123,16 +127,17 @@ def _run(
 
 
 def check_host(engines: int) -> None:
-    """Raise unless vLLM is installed and memory for this many engines is free."""
+    """Raise EngineStartError unless vLLM is installed here and memory for this number of engines is
+    free.
+    """
     if importlib.util.find_spec("vllm") is None:
         raise EngineStartError("vLLM is not installed here; run `make install`")
     check_memory(f"{engines} engines", engines * MIN_FREE_BYTES_PER_ENGINE)
 
 
 def check_memory(what: str, needed_bytes: int, headroom_bytes: int = 0) -> None:
-    """Raise unless this much memory can be had without swapping, and the headroom stays free.
-
-    Engines' processes talk through shared memory, too: it must be writable, which is checked first.
+    """Raise EngineStartError unless /dev/shm is writable and `needed_bytes` of RAM are available
+    beyond the headroom.
     """
     try:
         tempfile.TemporaryFile(dir=SHARED_MEMORY).close()
@@ -152,17 +157,19 @@ def check_memory(what: str, needed_bytes: int, headroom_bytes: int = 0) -> None:
 
 
 def engine_bytes(model_dir: Path, kv_bytes: int) -> int:
-    """Return the memory to expect of an engine: processes, weights as on disk, KV cache."""
+    """Return the bytes of RAM that a CPU engine is expected to take: its processes, weights as
+    large as on disk, and KV cache.
+    """
     return MIN_FREE_BYTES_PER_ENGINE + weight_bytes(model_dir) + kv_bytes
 
 
 def weight_bytes(model_dir: Path) -> int:
-    """Return the bytes of a model's weight files; 0 if it has none."""
+    """Return the total size of a model folder's *.safetensors files in bytes; 0 if it has none."""
     return sum(path.stat().st_size for path in model_dir.glob("*.safetensors"))
 
 
 def check_port(port: int, owner: str) -> None:
-    """Raise unless the loopback port can be bound."""
+    """Raise ConfigError unless the loopback port can be bound; `owner` is named in the error."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -174,14 +181,16 @@ def check_port(port: int, owner: str) -> None:
 
 
 def check_model(model_dir: Path, *, weights: bool = True) -> None:
-    """Raise unless the folder holds a model and its tokenizer; without `weights` no tensors."""
+    """Raise ConfigError unless the folder has config.json, tokenizer.json and, with `weights`,
+    *.safetensors files.
+    """
     for name in ("config.json", "tokenizer.json", *(["*.safetensors"] if weights else [])):
         if not any(model_dir.glob(name)):
             raise ConfigError(f"{model_dir} has no {name}; give a folder in Hugging Face's layout")
 
 
 def check_profile(path: Path) -> None:
-    """Raise unless the file holds a step profile."""
+    """Raise ConfigError unless the file holds a step profile."""
     try:
         StepProfile.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -191,7 +200,9 @@ def check_profile(path: Path) -> None:
 
 
 def check_python(spec: EngineSpec) -> None:
-    """Raise unless the engine's interpreter finds the engine, ROSE and ROSE's plugins."""
+    """Raise ConfigError unless the engine's interpreter runs and finds the engine, ROSE and ROSE's
+    plugins.
+    """
     try:
         group = _KINDS[spec.engine].HOST_GROUP
         words = spec.interpreter, "-c", _LOOK, spec.engine, group
@@ -212,7 +223,9 @@ def check_python(spec: EngineSpec) -> None:
 
 
 def check_options(spec: EngineSpec) -> None:
-    """Raise for an option that breaks a promise of this role."""
+    """Raise ConfigError if `extra_args` has an option that an engine of this role must not have,
+    such as speculative decoding in a replica.
+    """
     kind = _KINDS[spec.engine]
     refused = kind.REFUSED | (kind.REFUSED_IN_REPLICAS if spec.role.is_replica else {})
     for given in () if spec.role is EngineRole.STOCK else spec.extra_args:
@@ -225,7 +238,9 @@ def check_options(spec: EngineSpec) -> None:
 
 
 def check_spec(spec: EngineSpec) -> None:
-    """Raise if the engine could not start: interpreter, model, profiles, port, memory."""
+    """Raise ConfigError or EngineStartError if the engine could not start: interpreter, options,
+    model, profiles, port, memory.
+    """
     if spec.python is not None:
         check_python(spec)
     elif spec.engine is EngineKind.SGLANG and importlib.util.find_spec("sglang") is None:
@@ -249,7 +264,9 @@ def check_spec(spec: EngineSpec) -> None:
 
 @dataclass(eq=False)
 class EngineProcess:
-    """A running engine. secret: required of callers that control it as a replica."""
+    """Running engine: its specification, its process group and, for a replica, the secret that
+    control requests must bear.
+    """
 
     spec: EngineSpec
     process: ProcessGroup
@@ -257,14 +274,16 @@ class EngineProcess:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of a control request."""
+        """HTTP headers that authorize a control request to the replica."""
         return {"Authorization": f"Bearer {self.secret}"}
 
     @classmethod
     async def start(cls, spec: EngineSpec, keep: Keep | None = None) -> "EngineProcess":
-        """Start the engine without waiting for it. Raises ConfigError if it could not work.
+        """Start the engine's process and return it without waiting until it answers. Raises
+        ConfigError or EngineStartError if it could not work.
 
-        keep: lets it outlive this process for a while; None ends it with this process.
+        keep: options of a keeper that lets the engine outlive this process for a while; None ends
+        it with this process.
         """
         check_spec(spec)
         spec.log.parent.mkdir(parents=True, exist_ok=True)
@@ -278,17 +297,20 @@ class EngineProcess:
     def adopt(
         cls, spec: EngineSpec, identity: ProcessIdentity, secret: str = ""
     ) -> "EngineProcess":
-        """Take over an engine that an earlier process started as `spec`."""
+        """Return the handle of an engine that an earlier process started as `spec`, with its
+        process identity and secret.
+        """
         return cls(spec, AdoptedProcess(identity), secret)
 
     async def wait_healthy(
         self, timeout_s: float, held_up: Callable[[], bool] = lambda: False
     ) -> None:
-        """Return once it serves and is warm. Raises EngineStartError if it ends or takes too long.
+        """Wait until the engine answers and, if it is a replica, is warm. Raises EngineStartError
+        if it ends or takes too long.
 
         A replica must answer at ROSE's endpoint too: vLLM serves on without a plugin that failed.
-        Its warm-up has a bound of its own, which pauses while the host leaves it no time.
-        held_up: returns True while it may not run, so that this time does not count.
+        Its warm-up has a limit of its own, which pauses while the host leaves it no time. held_up:
+        returns True while the engine may not run, so that this time does not count.
         """
         now_s = asyncio.get_running_loop().time
         left_s, looked_s = timeout_s, now_s()
@@ -306,7 +328,9 @@ class EngineProcess:
         raise self._failure(f"did not answer within {timeout_s:.0f} s")
 
     async def warms_up(self) -> bool:
-        """Return True if the engine answers that its warm-up continues."""
+        """Return True if the replica answers that it is not warm yet; False if it is warm, is not a
+        replica or does not answer.
+        """
         timeout = aiohttp.ClientTimeout(total=POLL_TIMEOUT_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             state = await _state(session, self.spec.url) if self.spec.role.is_replica else None
@@ -336,7 +360,9 @@ class EngineProcess:
         return EngineStartError(f"engine {self.spec.name} {what}; see {self.spec.log}")
 
     def last_words(self) -> str:
-        """Return the line of the log that best explains the engine's end."""
+        """Return the line of the engine's log that best explains its end: the first error, else the
+        last line.
+        """
         try:
             tail = self.spec.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
         except FileNotFoundError:
@@ -347,7 +373,7 @@ class EngineProcess:
         return (meaningful[:1] or [line for line in lines if line][-1:] or ["it wrote no log"])[0]
 
     async def stop(self) -> None:
-        """End it and all processes that it started."""
+        """End the engine and all processes that it started."""
         await self.process.stop()
 
 
@@ -360,7 +386,7 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def _state(session: aiohttp.ClientSession, url: str) -> ReplicaState | None:
-    """Return a replica's state, None if it has none."""
+    """Return the state that a replica reports, None if it does not answer with one."""
     try:
         async with session.get(url + STATE) as response:
             return _STATE.decode(await response.read()) if response.status == 200 else None
@@ -369,7 +395,9 @@ async def _state(session: aiohttp.ClientSession, url: str) -> ReplicaState | Non
 
 
 def process_spec(spec: EngineSpec) -> ProcessSpec:
-    """Return the child process that is this engine."""
+    """Return the child process to start for an engine: command line, environment, log, core and CPU
+    share.
+    """
     kind = _KINDS[spec.engine]
     return ProcessSpec(
         name=spec.name,
@@ -384,10 +412,11 @@ def process_spec(spec: EngineSpec) -> ProcessSpec:
 
 
 def share_of(spec: EngineSpec) -> Share | None:
-    """Return an engine's CPU share beside other processes, None for an equal one.
+    """Return an engine's CPU share below other processes: "aside" for a guest on a GPU,
+    "background" for one on a CPU; None for any other engine.
 
-    A guest on a GPU ranks above one on a CPU: if it has to wait for a core, the step that it has
-    begun ends in the host's time.
+    A guest on a GPU ranks higher: if it waits for a core, the GPU step that it has begun ends in
+    the host's time.
     """
     if spec.role is not EngineRole.GUEST:
         return None

@@ -61,7 +61,7 @@ _CPU_ENV: Final = {
 
 
 def arguments(spec: EngineSpec) -> list[str]:
-    """Return the options after the module's name."""
+    """Return SGLang's command-line options for an engine, to follow the module's name."""
     made = [
         f"--model-path={spec.model_dir}",
         f"--served-model-name={spec.name}",
@@ -90,7 +90,7 @@ def arguments(spec: EngineSpec) -> list[str]:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the variables that are SGLang's alone."""
+    """Return the environment variables that only SGLang reads."""
     return {
         "SGLANG_PLUGINS": _PLUGINS[spec.role],
         **(_CPU_ENV if spec.device is Device.CPU else {}),
@@ -99,7 +99,9 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def kv_tokens(spec: EngineSpec) -> int:
-    """Return the tokens that fill `kv_bytes`. Raises ConfigError for an unknown architecture."""
+    """Return the number of tokens whose KV fits in the engine's `kv_bytes`. Raises ConfigError if
+    the model's configuration does not give the KV size of a token.
+    """
     path = Path(spec.model_dir) / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

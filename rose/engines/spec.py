@@ -25,7 +25,8 @@ _ROOT: Final = Path(__file__).parents[2]
 
 
 def module_path(folder: Path, root: Path = _ROOT) -> str:
-    """Write the metadata into `folder`; return the other interpreter's PYTHONPATH.
+    """Write ROSE's plugin metadata into `folder` and return the PYTHONPATH with which another
+    interpreter finds ROSE and its plugins.
 
     Raises ConfigError if ROSE does not run from a source tree.
     """
@@ -55,7 +56,9 @@ def _entry_points(project: dict[str, Any]) -> str:
 
 
 class EngineRole(StrEnum):
-    """Role of an engine on its GPU."""
+    """Role of an engine: host (production), guest beside a host, dedicated replica, or stock engine
+    without ROSE.
+    """
 
     HOST = "host"
     GUEST = "guest"
@@ -65,19 +68,19 @@ class EngineRole(StrEnum):
 
     @property
     def is_replica(self) -> bool:
-        """True for engines that serve ROSE's replica HTTP."""
+        """True for guest and dedicated engines, which serve ROSE's replica HTTP routes."""
         return self in (EngineRole.GUEST, EngineRole.DEDICATED)
 
 
 class EngineKind(StrEnum):
-    """Software of an engine."""
+    """Software that an engine runs."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
 
 
 class Device(StrEnum):
-    """Device that an engine computes on."""
+    """Kind of device that an engine computes on."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -85,27 +88,23 @@ class Device(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine.
+    """Specification of one engine process, from which its command line and environment are made.
 
-    kv_bytes: size of its KV cache. core: CPU it is pinned to.
-    stream_interval: tokens in a streamed chunk.
-    control_page: page shared by a host and its guests; page_group: the group that may map it.
-    orphan_s: how long a guest outlives the last grant.
-    headroom_bytes: memory of the machine that has to stay free when it starts.
-    cgroup: folder that it is moved to, None for its parent's.
-    verify_key: hex of the key that signs manifests. unsigned: without a key updates are taken only
-    with this set.
-    weights_dir: folder of chunks and manifests, the only one that updates are read from; None takes
-    no updates.
-    warm_up_s: a replica runs every size of step before it is healthy, within this time; None leaves
-    that out.
-    kv_backend: how a guest gives KV pages back; "cuda" reserves them on a GPU.
-    step_profile, host_step_profile: files of `rose profile`, of a guest and of its host.
-    engine: software that it runs; the same sizes mean the same with each.
-    python: interpreter with the engine to start, None for this one; see `check_python`.
-    device: on a GPU neither KV nor weights are memory of this machine, and no core is shared.
-    enforce_eager: without compilation and CUDA graphs; a CPU needs it.
-    load_format: the engine's; "dummy" makes random weights of a folder that has a configuration.
+    kv_bytes: size of its KV cache. core: CPU that it is pinned to. stream_interval: tokens in a
+    streamed chunk. control_page: page shared by a host and its guests; page_group: the group that
+    may map it. orphan_s: seconds that a guest outlives the last grant. headroom_bytes: RAM that
+    must stay free when it starts. cgroup: folder that it is moved to, None for its parent's.
+
+    verify_key: hex of the key that signs manifests; without one updates are taken only if
+    `unsigned`. weights_dir: folder of chunks and manifests, the only one that updates are read
+    from; None takes no updates. warm_up_s: time limit in which a replica runs every size of step
+    before it is healthy; None skips that.
+
+    kv_backend: how a guest gives KV pages back; "cuda" reserves them on a GPU. step_profile,
+    host_step_profile: files of `rose profile`, of a guest and of its host. python: interpreter with
+    the engine, None for this one. enforce_eager: no compilation and no CUDA graphs; a CPU needs it.
+    load_format: the engine's own; "dummy" makes random weights of a folder that has a
+    configuration.
     """
 
     name: str
@@ -144,17 +143,17 @@ class EngineSpec:
 
     @property
     def interpreter(self) -> str:
-        """The Python that runs it."""
+        """Path of the Python interpreter that runs the engine."""
         return str(self.python or sys.executable)
 
     @property
     def url(self) -> str:
-        """Base address of its HTTP surface, on loopback."""
+        """Base URL of the engine's HTTP server, on loopback."""
         return f"http://127.0.0.1:{self.port}"
 
 
 class Capability(StrEnum):
-    """A capability by its name in docs/engines.md."""
+    """Capability in which engine kinds differ; the value is its name in docs/engines.md."""
 
     LEND_HOST_MEMORY = "a host lends KV memory of the machine"
     LEND_GPU = "a host lends KV memory of a GPU"
@@ -193,5 +192,5 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
 
 
 def lacking(engine: EngineKind, capability: Capability) -> str | None:
-    """Return the reason why an engine lacks it, None if it has it."""
+    """Return the reason why an engine kind lacks a capability, None if it has it."""
     return LACKS[engine].get(capability)

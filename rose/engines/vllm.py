@@ -50,7 +50,7 @@ _CPU_ENV = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def arguments(spec: EngineSpec) -> list[str]:
-    """Return the options after the module's name."""
+    """Return vLLM's command-line options for an engine, to follow the module's name."""
     made = [
         f"--model={spec.model_dir}",
         f"--served-model-name={spec.name}",
@@ -80,7 +80,7 @@ def arguments(spec: EngineSpec) -> list[str]:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the variables that are vLLM's alone."""
+    """Return the environment variables that only vLLM reads."""
     env = {
         "VLLM_PLUGINS": _PLUGINS[spec.role],
         "VLLM_NO_USAGE_STATS": "1",

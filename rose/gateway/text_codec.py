@@ -44,7 +44,9 @@ INVALID_PREFIX = "Invalid prefix encountered"
 
 @dataclass(frozen=True, slots=True)
 class TextLimits:
-    """Limits of one text: seconds of a worker, characters of a prompt."""
+    """Limits of text work: seconds of one job in a worker process, characters of a prompt, and
+    bytes of a worker's memory.
+    """
 
     time_s: float = 5.0
     max_chars: int = 4 << 20
@@ -56,9 +58,10 @@ def _quiet(event: str, **fields: object) -> None:
 
 
 class TextCodec:
-    """The model's tokenizer. Raises ConfigError if it cannot be loaded. End it with `close`.
+    """Tokenizer of the served model. Raises ConfigError if it cannot be loaded. End it with
+    `close`.
 
-    Conversations and long texts go to processes of their own; outputs and short texts do not.
+    Conversations and long texts go to worker processes; outputs and short texts do not.
     """
 
     def __init__(
@@ -99,22 +102,22 @@ class TextCodec:
             self._tool_pool = TextPool(tools, note, module=TOOL_WORKER)
 
     def start(self) -> None:
-        """Start the processes, so that the first conversation need not wait for them."""
+        """Start the worker processes, so that the first conversation need not wait for them."""
         for pool in self._pools():
             pool.start()
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the worker processes."""
         for pool in self._pools():
             await pool.close()
 
     @property
     def parses_tools(self) -> bool:
-        """True if tool calls can be found in outputs."""
+        """True if a tool-call parser is configured, so that tool calls can be found in outputs."""
         return self._tool_pool is not None
 
     async def tool_calls(self, job: ParseTools) -> tuple[str, list[FoundCall]]:
-        """Return an output's text beside its tool calls, and the calls. Raises TurnError."""
+        """Return an output's text without its tool calls, and the calls. Raises TurnError."""
         if self._tool_pool is None:
             raise BadRequest("tools: start the gateway with --tool-call-parser NAME", "tools")
         done = await self._run(job, self._tool_pool)
@@ -137,13 +140,16 @@ class TextCodec:
     async def encode_with_tokens(
         self, text: str, add_special_tokens: bool
     ) -> tuple[list[int], list[str] | None]:
-        """Return a text's token ids and each token in the tokenizer's form."""
+        """Return a text's token ids, and each token as the tokenizer's vocabulary writes it. Raises
+        TurnError beyond the limits.
+        """
         self._check_chars(len(text))
         done = await self._run(Encode([text], add_special_tokens, strings=True))
         return unpacked(done.token_ids[0]), done.strings
 
     async def chat(self, job: Chat) -> tuple[list[int], list[str] | None]:
-        """Return a conversation's token ids, and its tokens if `job.strings` asks for them.
+        """Return the token ids of a conversation rendered by the chat template, and its tokens as
+        text if `job.strings` asks for them, else None.
 
         Raises TurnError for a refusal of the template or beyond the limits.
         """
@@ -157,19 +163,23 @@ class TextCodec:
         return unpacked(done.token_ids[0]), done.strings
 
     async def decode_all(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens below 2**32; ids beyond the vocabulary have none."""
+        """Return the text of any number of token ids, in a worker if they are many; ids beyond the
+        vocabulary have no text.
+        """
         if len(token_ids) <= SHORT_TOKENS:
             return self.decode(token_ids)
         return (await self._run(Decode(packed(token_ids)))).text
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of a few tokens; ids beyond the vocabulary have none."""
+        """Return the text of a few token ids at once; ids beyond the vocabulary have no text."""
         return str(self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_ids: Sequence[int], place: int) -> str:
-        """Return an output token's text in a list of log probabilities, as vLLM 0.32 shows it.
+        """Return the text of the output token at `place` for a list of logprobs, as vLLM 0.32 shows
+        it.
 
-        Tokens that begin a character have no text; the one that ends it has the character.
+        A token that only begins a character has no text; the token that ends it has the whole
+        character.
         """
         token = token_ids[place]
         text = self.decode([token])
@@ -213,7 +223,9 @@ class TextCodec:
 
 
 def _template_of(tokenizer: Any, tools: list[dict[str, object]] | None = None) -> str | None:  # noqa: ANN401 - transformers' own
-    """Return the template that transformers takes for conversations with or without tools."""
+    """Return the chat template that transformers uses for conversations, with tools or without;
+    None if there is none.
+    """
     if not tokenizer.chat_template:
         return None
     try:
@@ -224,7 +236,9 @@ def _template_of(tokenizer: Any, tools: list[dict[str, object]] | None = None) -
 
 
 def _space_of(pre_tokenizer: Any) -> str | None:  # noqa: ANN401 - of tokenizers
-    """Return what Metaspace writes for a space, which decoding strips in front of a text."""
+    """Return the character that a Metaspace pre-tokenizer writes for a space, None without one;
+    decoding strips it at the start of a text.
+    """
     # Its own state alone: all of a tokenizer is megabytes.
     state = json.loads(pre_tokenizer.__getstate__()) if pre_tokenizer else {}
     steps = [state, *state.get("pretokenizers", ())]
@@ -241,7 +255,7 @@ def _special_of(tokenizer: Any) -> dict[str, str | list[str]]:  # noqa: ANN401 -
 
 @dataclass(frozen=True, slots=True)
 class TextPlan:
-    """Plan of output as text: strings that end it, and the parts that are shown."""
+    """Plan of how one turn's output becomes text: its stop strings, and which parts are shown."""
 
     codec: TextCodec
     stop: tuple[str, ...] = ()
@@ -250,7 +264,7 @@ class TextPlan:
     min_tokens: int = 0
 
     def track(self, prompt: Sequence[int] = ()) -> "TextTrack":
-        """Return the text of one turn behind its prompt, empty so far."""
+        """Return a new, empty text for the output that follows this prompt."""
         return TextTrack(self, prompt)
 
 
@@ -261,9 +275,10 @@ def _decode_stream(plan: TextPlan, prompt: Sequence[int] = ()) -> "DecodeStream"
 
 
 def _whole_and_begun(plan: TextPlan, prompt: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """Return a prompt's tokens up to its last whole character, and those of one that is begun.
+    """Return the prompt's tokens up to its last whole character, and the tokens of a character that
+    they begin.
 
-    Both are empty where no whole character is near: the stream would repeat the prompt.
+    Both are empty if no whole character is near: the stream would repeat the prompt.
     """
     for count in range(len(prompt), max(-1, len(prompt) - MAX_CHAR_TOKENS), -1):
         if not plan.codec.decode(prompt[:count], plan.skip_special_tokens).endswith("\ufffd"):
@@ -272,7 +287,10 @@ def _whole_and_begun(plan: TextPlan, prompt: Sequence[int]) -> tuple[Sequence[in
 
 
 class TextTrack:
-    """Text of one turn's output as its tokens come."""
+    """Text of one turn's output, decoded as its tokens come.
+
+    ends: number of final characters after each token. matched: stop string that ended it, or None.
+    """
 
     __slots__ = ("_decoder", "_hold", "ends", "matched", "plan", "text")
 
@@ -290,14 +308,15 @@ class TextTrack:
 
     @property
     def size_bytes(self) -> int:
-        """Approximate size of the kept text; text beyond Latin has 2 bytes a character or 4."""
+        """Estimate of the memory that the kept text takes, in bytes."""
         width = 1 if self.text.isascii() else 4
         return width * len(self.text) + self.ends.itemsize * len(self.ends)
 
     def add(self, token_ids: Sequence[int], stopped: bool = False) -> int:
-        """Add tokens; return how many belong to the answer: all, or up to a stop string's last.
+        """Decode more tokens; return the number of them that belong to the answer: all, or those up
+        to the one that completes a stop string.
 
-        stopped: the engine ended the turn for its last token, whose text vLLM leaves out.
+        stopped: True if the engine ended the turn at its last token, whose text vLLM leaves out.
         """
         plan, ends, step = self.plan, self.ends, self._step
         # Python appends in place to a string that only a local variable holds. With a second
@@ -336,13 +355,17 @@ class TextTrack:
             return self._decoder.step(backend, token) or ""
 
     def shown(self, tokens: int, over: bool) -> int:
-        """Return the characters that a reader of `tokens` tokens sees; all after the turn's end."""
+        """Return the number of characters that a reader of `tokens` tokens may see: less than is
+        decoded while a stop string may follow; all once the turn is over.
+        """
         if over and tokens == len(self.ends):
             return len(self.text)
         return max(0, min(self.ends[tokens - 1], len(self.text)) - self._hold) if tokens else 0
 
     def _stops(self, text: str, old: int) -> int | None:
-        """Return where a stop string that reaches beyond `old` ends the text, or None."""
+        """Return the length at which a stop string that ends after `old` cuts the text, None if
+        there is none; `matched` is set.
+        """
         end = len(text) + 1
         for stop in self.plan.stop:
             at = text.find(stop, max(0, old - len(stop) + 1))
@@ -356,9 +379,10 @@ class TextTrack:
 
 @dataclass(slots=True)
 class ServedModel:
-    """`max_model_len` in tokens, None until a setting or a replica gives it; `codec` only for text.
+    """Model that the gateway serves, by its names; `codec` is None without a tokenizer.
 
-    `name` is in answers; callers may send that or one of `aliases`, or with `any_name` anything.
+    name: in answers; callers may send it, one of `aliases`, or with `any_name` anything.
+    max_model_len: tokens, None until a setting or a replica gives it.
     """
 
     name: str
@@ -369,11 +393,11 @@ class ServedModel:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that are listed."""
+        """Names under which the model is listed: `name`, then its aliases."""
         return (self.name, *self.aliases)
 
     def check_name(self, asked: str | None) -> None:
-        """Raise UnknownModel for any other model; an empty name means this one."""
+        """Raise UnknownModel if a request names another model; None passes."""
         if asked is None or asked == self.name or asked in self.aliases or self.any_name:
             return
         raise UnknownModel(
@@ -381,7 +405,9 @@ class ServedModel:
         )
 
     def check_length(self, prompt_tokens: int, output_tokens: int = 0) -> None:
-        """Raise BadRequest for a prompt that leaves no room for `output_tokens`, at least one."""
+        """Raise BadRequest if the prompt leaves no room in the context for `output_tokens`, or for
+        at least one; an unknown context length passes.
+        """
         limit = self.max_model_len
         if limit is not None and prompt_tokens + max(1, output_tokens) > limit:
             wanted = f" and {output_tokens} output tokens" if output_tokens else ""
@@ -392,7 +418,8 @@ class ServedModel:
             )
 
     def budget(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return a turn's output tokens: the requested number, else the rest of the model's length.
+        """Return a turn's limit of output tokens: `max_tokens`, at most the rest of the context;
+        without it, that rest.
 
         Raises BadRequest if neither is known.
         """
@@ -408,7 +435,9 @@ class ServedModel:
         return room
 
     def need_codec(self, what: str) -> TextCodec:
-        """Return the tokenizer. Raises BadRequest, with what to do, if there is none."""
+        """Return the tokenizer. Raises BadRequest, which says what to do, if there is none; `what`
+        is named in it.
+        """
         if self.codec is None:
             raise BadRequest(
                 f"{what} needs a tokenizer: start the gateway with --tokenizer DIR, "

@@ -38,9 +38,10 @@ Ending = tuple[End, str]
 
 @dataclass(slots=True, eq=False)
 class LiveAttempt:
-    """A turn on a replica. `interrupt` ends its stream from outside.
+    """Place of one turn on a replica, from its grant to `Dispatcher.finish`.
 
-    job: the registered one that the replica is leased to, "" where jobs are labels.
+    job: the registered job that the replica is leased to, "" where jobs are labels. may_move: True
+    if a stalled turn may be moved to another replica.
     """
 
     entry: ReplicaEntry
@@ -54,7 +55,9 @@ class LiveAttempt:
     may_move: bool = True
 
     async def run(self, work: Callable[[], Awaitable[Ending]]) -> Ending:
-        """Return how `work` ended, unless `interrupt` ends it before."""
+        """Run `work` in this task and return its end and reason; if `interrupt` comes first, cancel
+        it and return that end.
+        """
         self.task = asyncio.current_task()
         try:
             if self.interrupted is not None:
@@ -69,7 +72,9 @@ class LiveAttempt:
             self.task = None
 
     def interrupt(self, end: End) -> None:
-        """Cancel the stream; its task reads `interrupted` and continues elsewhere."""
+        """Cancel the running attempt with this end (lease lost, stalled); its turn continues on
+        another replica. Only the first call counts.
+        """
         if self.interrupted is None:
             self.interrupted = end
             if self.task is not None:
@@ -91,7 +96,9 @@ def _in_turn(waiter: _WaitingTurn) -> tuple[int, int, int]:
 
 
 class Dispatcher:
-    """The replica table, the router and the queue; `clock` gives monotonic seconds."""
+    """Dispatcher of turns: it holds the replica table, the routers and the queue of waiting turns;
+    `clock` gives monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -122,27 +129,27 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Turns that wait for a replica."""
+        """Number of turns that wait for a replica."""
         return len(self._waiting)
 
     @property
     def attached(self) -> dict[str, str]:
-        """Stock engines, without versions and gate, and their kinds."""
+        """API names of the stock engines in the table, by replica id."""
         rows = self._entries.values()
         return {row.id: row.api.value for row in rows if row.api is not ReplicaApi.ROSE}
 
     @property
     def entries(self) -> Collection[ReplicaEntry]:
-        """The replica table as it is now."""
+        """Rows of the replica table as it is now."""
         return self._entries.values()
 
     @property
     def usable(self) -> int:
-        """Replicas that get turns."""
+        """Number of replicas that are leased and healthy."""
         return sum(entry.leased and entry.healthy for entry in self._entries.values())
 
     def owed(self) -> Iterator[tuple[str, int]]:
-        """Yield each turn, running or waiting: its job, and its expected remaining tokens."""
+        """Yield (job, expected remaining tokens) of each running or waiting turn."""
         for live in self._live:
             yield live.need.job, live.placement.owed_tokens
         for waiter in self._waiting:
@@ -150,7 +157,9 @@ class Dispatcher:
             yield waiter.need.job, router.expected_tokens(waiter.need)
 
     def set_table(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...] = ()) -> None:
-        """Replace the table; streams whose lease is over are cancelled before this returns."""
+        """Replace the replica table and the registered jobs; attempts whose lease is over are
+        interrupted before this returns.
+        """
         now_s = self._clock()
         self.switches.set_table(entries, now_s)
         self.default_versions.set_table(entries)
@@ -169,7 +178,9 @@ class Dispatcher:
         self.pump()
 
     def check_admission(self, need: TurnNeed) -> None:
-        """Raise QueueFull or BadRequest for a new turn that must not even wait."""
+        """Raise QueueFull if too many turns of the job wait, or BadRequest if the turn fits on no
+        replica.
+        """
         if self._queue_full(need.job, self.settings.max_waiting):
             most = self.settings.max_waiting
             raise QueueFull(f"{most} turns wait already (--max-waiting); send it again later")
@@ -177,14 +188,16 @@ class Dispatcher:
             raise BadRequest("prompt and max_tokens together exceed the KV memory of every replica")
 
     def _queue_full(self, job: str, most: int) -> bool:
-        """Return True if the job has too many waiting turns; each job has places of its own."""
+        """Return True if `most` turns of the job wait already; each job is counted by itself."""
         if len(self._waiting) < most:
             return False
         mine = self.jobs.of(job)
         return sum(self.jobs.of(each.need.job) is mine for each in self._waiting) >= most
 
     def _name_job(self, waiter: _WaitingTurn) -> None:
-        """Adapt to changed jobs: an unnamed turn is the only job's, a gone job's turn is over."""
+        """Give a waiting turn the only registered job if it names none, or end its wait with
+        UnknownJob if its job is gone.
+        """
         if waiter.granted.done():
             return
         try:
@@ -195,13 +208,13 @@ class Dispatcher:
     async def acquire(
         self, need: TurnNeed, avoid: str = "", priority: int = 0, *, batch: bool = False
     ) -> LiveAttempt:
-        """Return a place on a replica, once there is one; hand it back with `finish`.
+        """Wait for a place on a replica and return it; give it back with `finish`.
 
-        avoid: the replica that just failed this turn, empty for a turn that begins. batch: one of
-        many, which wait for each other as long as there are tokens.
+        avoid: the replica that just failed this turn, "" for a turn that begins. batch: True for
+        one of many turns of a request, which may wait for each other as long as tokens come.
 
         Raises QueueFull if too many wait, VersionUnavailable or NoReplica if waiting did not help,
-        UnknownJob if its job was ended.
+        and UnknownJob if the job was ended.
         """
         need = replace(need, job=self.jobs.resolve(need.job))
         if not self._live and not self._waiting:
@@ -233,9 +246,11 @@ class Dispatcher:
         return place
 
     def _is_behind(self, waiter: _WaitingTurn) -> bool:
-        """Return True if the newest waiter is behind a similar one that could not be placed.
+        """Return True if this newest waiter stands behind a turn with the same constraints that
+        could not be placed.
 
-        Every event that could change that pumps: else each turn of a batch would try all before it.
+        Every event that could change that calls `pump`, so the queue need not be tried for each new
+        turn.
         """
         last = len(self._waiting) > 1 and self._waiting[-1] is waiter
         return last and self._constraint(waiter.need) in self._blocked
@@ -244,7 +259,9 @@ class Dispatcher:
         return self.jobs.of(need.job), need.min_version, need.exact_version
 
     def _leave(self, waiter: _WaitingTurn) -> None:
-        """Cancel a wait: hand back a place that was granted at this very moment."""
+        """Remove a cancelled waiter from the queue, or give back the place that it was just
+        granted.
+        """
         granted = waiter.granted
         if granted.done() and not granted.cancelled():
             place = granted.result()
@@ -254,7 +271,9 @@ class Dispatcher:
             self._waiting.remove(waiter)
 
     def finish(self, live: LiveAttempt, end: End | None) -> None:
-        """End an attempt; `end` says how, None if the turn is no longer wanted."""
+        """End an attempt and free its place; `end` says how it ended, None if the turn is no longer
+        wanted. Waiting turns are placed then.
+        """
         now_s = self._clock()
         self.switches.ended(live.entry.id, live.entry.lease_epoch, now_s)
         self._live.pop(live, None)
@@ -274,7 +293,9 @@ class Dispatcher:
             self.pump()
 
     def journaled(self, live: LiveAttempt, tokens: int) -> None:
-        """Record that tokens of a live attempt are in its journal."""
+        """Count tokens of a live attempt that were added to its journal, for router, statistics and
+        stall detection.
+        """
         live.last_token_s = self._clock()
         live.router.progress(live.placement, tokens, live.last_token_s)
         self.stats.tokens[live.entry.id] += tokens
@@ -284,7 +305,7 @@ class Dispatcher:
             self.switches.token(live.entry.id, live.entry.lease_epoch, live.last_token_s)
 
     def pump(self) -> None:
-        """Place as many waiting turns as there is room for, in their order."""
+        """Place waiting turns, in queue order, as long as there is room."""
         now_s = self._clock()
         blocked = self._blocked = set()
         still: list[_WaitingTurn] = []
@@ -308,7 +329,9 @@ class Dispatcher:
         self._waiting = still + self._waiting[tried:]
 
     def sweep(self) -> None:
-        """Move stalled turns, end hopeless waits; called every `SWEEP_S`."""
+        """Interrupt stalled turns that another replica would serve sooner, and fail waiting turns
+        that cannot be served; called every `SWEEP_S`.
+        """
         now_s = self._clock()
         claimed: Counter[str] = Counter()
         stalled_s = now_s - self.settings.stall_s
@@ -333,7 +356,7 @@ class Dispatcher:
         self._waiting = [w for w in self._waiting if not w.granted.done()]
 
     def _judge(self, live: LiveAttempt, now_s: float, claimed: Counter[str]) -> None:
-        """Move a stalled turn if another replica is the better place for it."""
+        """Interrupt a stalled turn as STALLED if another replica would finish it sooner."""
         waited_s = now_s - live.last_token_s
         if live.may_move and live.interrupted is None:
             other = live.router.escape(live.need, live.entry.id, waited_s, now_s, claimed)
@@ -342,7 +365,7 @@ class Dispatcher:
                 live.interrupt(End.STALLED)
 
     def _verdict(self, waiter: _WaitingTurn, now_s: float) -> TurnError | None:
-        """Return the reason why a turn need not wait any longer."""
+        """Return the error with which a turn's wait ends now; None if it waits on."""
         try:
             return self._hopeless(waiter, now_s)
         except Exception as error:  # noqa: BLE001 - the others are judged all the same
@@ -350,22 +373,26 @@ class Dispatcher:
             return TurnError("the gateway gave the turn up: send it again")
 
     def _unversioned(self) -> bool:
-        """Return True if the table has replicas, none of which will ever know its version."""
+        """Return True if the table has replicas and all of them are stock engines, which never
+        report a version.
+        """
         rows = self._entries.values()
         return bool(rows) and all(row.api is not ReplicaApi.ROSE for row in rows)
 
     def left_s(self, live: LiveAttempt, need: TurnNeed) -> float:
-        """Return the seconds that a live turn will still take; `need` is its rest."""
+        """Return the seconds that a live turn is expected to take still; `need` is its rest."""
         return live.router.left_s(live.placement, need, self._clock() - live.last_token_s)
 
     def copy_of(self, live: LiveAttempt, need: TurnNeed) -> Quote | None:
-        """Return a place for a copy of a live turn; None while other turns wait for a place."""
+        """Return a quote (replica and cost) for a second copy of a live turn; None if there is no
+        place or other turns wait.
+        """
         if self._waiting:
             return None
         return live.router.copy_of(need, live.entry.id, self._clock())
 
     def place_copy(self, quote: Quote, why: str) -> LiveAttempt:
-        """Take the quoted place; hand it back with `finish`."""
+        """Return the quoted place, now taken; give it back with `finish`."""
         now_s = self._clock()
         router = self.jobs.of(quote.ask.need.job)
         return self._admit(router, router.take(quote, why, now_s), now_s)
@@ -412,5 +439,7 @@ class Dispatcher:
 
 
 def _begins_anew(old: ReplicaEntry, new: ReplicaEntry) -> bool:
-    """Return True if turns of the old row, if it can have any, are not the new row's."""
+    """Return True if turns of the replica's old row cannot continue under its new one, and either
+    is leased.
+    """
     return (old.leased or new.leased) and not old.continues(new)

@@ -16,14 +16,16 @@ ANY = ""
 
 
 class JobRouters:
-    """The routers, and the turns of each."""
+    """Routers of a gateway by job, and the names of the registered jobs."""
 
     def __init__(self) -> None:
         self._names: frozenset[str] = frozenset()
         self._routers: dict[str, Router] = {ANY: Router()}
 
     def resolve(self, named: str) -> str:
-        """Return the job of a turn that names this one. Raises UnknownJob or BadRequest."""
+        """Return the job to which a turn that names `named` belongs: the only registered job if it
+        names none, any label if none is registered. Raises UnknownJob or BadRequest.
+        """
         names = self._names
         if not names or named in names:
             return named
@@ -38,33 +40,34 @@ class JobRouters:
         )
 
     def owner(self, named: str) -> str:
-        """Return the registered job that owns names, sessions and turns, "" where it is a label.
+        """Return the registered job that owns the names of a caller who names `named`; "" if no
+        jobs are registered.
 
         Raises as `resolve` does.
         """
         return self.registered(self.resolve(named))
 
     def registered(self, job: str) -> str:
-        """Return the job if it is a registered one, "" if it is a label."""
+        """Return the job if it is registered, else ""."""
         return job if job in self._names else ANY
 
     def of(self, job: str) -> Router:
-        """Return the router of turns of a job that `resolve` returned."""
+        """Return the router for turns of a job that `resolve` returned."""
         if not self._names:
             return self._routers[ANY]
         return self._routers.get(job) or self._routers[ANY]
 
     @property
     def sessions_known(self) -> int:
-        """Trajectories that the routers remember."""
+        """Number of sessions (trajectories) that the routers remember."""
         return sum(router.sessions_known for router in self._routers.values())
 
     def has_room(self) -> bool:
-        """Return True if any turn could be placed."""
+        """Return True if any router has a replica with room for a turn."""
         return any(router.has_room() for router in self._routers.values())
 
     def live_turns(self) -> dict[str, int]:
-        """Return the turns on each replica of the table."""
+        """Return the number of running turns on each replica of the table, by replica id."""
         found: dict[str, int] = {}
         for router in self._routers.values():
             found |= router.live_turns()
@@ -77,7 +80,11 @@ class JobRouters:
         now_s: float,
         renewed: set[str],
     ) -> None:
-        """Take a new table: each router gets the replicas that are leased to its job."""
+        """Replace replicas and registered jobs: each router gets the replicas that are leased to
+        its job. Routers of other jobs are dropped.
+
+        renewed: ids of the replicas that start with an empty load, under a new lease.
+        """
         self._names = frozenset(jobs)
         for name in self._names - self._routers.keys():
             self._routers[name] = Router()
@@ -92,7 +99,9 @@ class JobRouters:
             del self._routers[name]
 
     def _owner(self, entry: ReplicaEntry) -> str | None:
-        """Return the router of the replica. With several jobs an unleased replica has none."""
+        """Return the job of the router that gets the replica; None if no router gets it, as for an
+        unleased replica with several jobs.
+        """
         if not self._names:
             return ANY
         if len(self._names) == 1:
@@ -103,16 +112,19 @@ class JobRouters:
 
 @dataclass(frozen=True, slots=True)
 class JobVersions:
-    """Versions of a job at the scheduler: the latest one, and its bound on staleness."""
+    """Newest weight version of a job at the scheduler, and the job's bound on staleness in
+    versions.
+    """
 
     latest: int
     max_staleness: int
 
 
 class DefaultVersions:
-    """Default oldest versions of turns, for callers that cannot send `min_version`.
+    """Default `min_version` of turns that name no version, by the staleness rules of the gateway.
 
-    Latest is the announced version of a job; without announcements, the newest on a replica.
+    It counts back from the job's announced version; without announcements, from the newest version
+    on a replica.
     """
 
     def __init__(self, rules: Sequence[StalenessRule]) -> None:
@@ -122,15 +134,17 @@ class DefaultVersions:
         self._newest = 0
 
     def set_table(self, entries: Iterable[ReplicaEntry]) -> None:
-        """Take the replicas of a new table."""
+        """Record the newest policy version in a new replica table."""
         self._newest = max((entry.policy_version for entry in entries), default=0)
 
     def min_version_of(self, job: str, asked: int | None, exact: int | None) -> int | None:
-        """Return a turn's oldest acceptable version: its own, else the gateway's default."""
+        """Return the oldest version that a turn accepts: its own `asked`, or the job's default if
+        it names neither bound; None accepts any.
+        """
         return self.oldest(job) if asked is None and exact is None else asked
 
     def oldest(self, job: str) -> int | None:
-        """Return the `min_version` of a job's turns without one; None: any version will do."""
+        """Return the default `min_version` of a job's turns now; None if any version will do."""
         rule = self._rules.get(job) or self._rules.get(ANY)
         if rule is None:
             return None

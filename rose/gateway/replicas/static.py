@@ -46,14 +46,18 @@ _CARDS = msgspec.json.Decoder(_Cards)
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Result of a probe; `max_model_len` in tokens, None if it is not reported."""
+    """Result of a probe: the replica's API, and its context length in tokens, None if it is not
+    reported.
+    """
 
     api: ReplicaApi
     max_model_len: int | None
 
 
 async def probe(session: aiohttp.ClientSession, url: str) -> Probed | None:
-    """Return the engine at `url`; None if none that can generate answers, which may change."""
+    """Return the API and context length of the engine at `url`; None if no engine that can generate
+    answers yet.
+    """
     api = await _api(session, url)
     return None if api is None else Probed(api, await _max_model_len(session, url))
 
@@ -81,7 +85,7 @@ async def _max_model_len(session: aiohttp.ClientSession, url: str) -> int | None
 async def _get(
     session: aiohttp.ClientSession, url: str, timeout: aiohttp.ClientTimeout = PROBE_TIMEOUT
 ) -> tuple[int, bytes]:
-    """Return status and body; status 0 without an answer."""
+    """Return HTTP status and body; (0, b"") without an answer."""
     try:
         async with session.get(url, timeout=timeout) as response:
             return response.status, await response.read()
@@ -105,7 +109,9 @@ FoundSink = Callable[[StaticReplica, Probed | None], None]
 
 
 class StaticTable:
-    """Poller of each replica; one that does not answer is not healthy."""
+    """Source of the replica table for replicas named on the command line: it polls each of them;
+    one that does not answer is unhealthy.
+    """
 
     def __init__(
         self,
@@ -120,7 +126,9 @@ class StaticTable:
         self._missed: set[str] = set()
 
     async def run(self, sink: TableSink) -> None:
-        """Pass the table to `sink` on every change, until cancelled."""
+        """Poll all replicas every half second, and pass the table to `sink` on every change, until
+        cancelled.
+        """
         last: tuple[ReplicaEntry, ...] = ()
         while True:
             entries = tuple(await asyncio.gather(*map(self._poll, self._replicas)))

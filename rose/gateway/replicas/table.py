@@ -10,7 +10,7 @@ from rose.contract.gateway import IDLE, SERVING, SYNCING, ReplicaVersion
 
 
 class ReplicaApi(StrEnum):
-    """API of a replica. Only ROSE's own endpoint stamps versions and obeys leases."""
+    """HTTP API that a replica speaks. Only ROSE's own endpoint stamps versions and obeys leases."""
 
     ROSE = "rose"
     VLLM = "vllm"
@@ -19,7 +19,9 @@ class ReplicaApi(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaEntry:
-    """One row of the replica table; `policy_version` is UNVERSIONED if unknown."""
+    """One row of the gateway's replica table; `policy_version` is UNVERSIONED if unknown, `job` the
+    one that has its lease.
+    """
 
     id: str
     kind: ReplicaKind
@@ -36,7 +38,7 @@ class ReplicaEntry:
     job: str = ""  # that has its lease
 
     def view(self) -> ReplicaView:
-        """Return the row for the router."""
+        """Return the row as the router takes it; it is usable if it is leased and healthy."""
         return ReplicaView(
             id=self.id,
             kind=self.kind,
@@ -49,13 +51,17 @@ class ReplicaEntry:
         )
 
     def served(self) -> ReplicaVersion:
-        """Return the row for callers."""
+        """Return the row as callers see it in `/rose/v1/versions`: state, job and version, None if
+        unknown.
+        """
         state = IDLE if not self.leased else SERVING if self.healthy else SYNCING
         version = None if self.policy_version == UNVERSIONED else self.policy_version
         return ReplicaVersion(self.id, self.kind.value, self.job, version, state)
 
     def continues(self, newer: "ReplicaEntry | None") -> bool:
-        """Return True if turns of this row may continue under `newer`: same engine, same lease."""
+        """Return True if turns that run under this row may continue under `newer`: same URL and
+        same lease epoch.
+        """
         return (
             newer is not None
             and newer.leased

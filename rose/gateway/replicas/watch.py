@@ -44,9 +44,10 @@ def _unheard(versions: Mapping[str, JobVersions]) -> None:
 
 
 class WatchedTable:
-    """Follower of the leading scheduler's `WatchReplicas`, reconnecting with pauses.
+    """Source of the replica table that follows the leading scheduler's `WatchReplicas` stream, and
+    connects again after a pause.
 
-    target: HOST:PORT, several with commas. Raises `ConfigError` for an invalid one.
+    target: HOST:PORT, several with commas; an invalid one raises `ConfigError`.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class WatchedTable:
         certificates: CertificateFiles | None = None,
         on_versions: Callable[[Mapping[str, JobVersions]], None] = _unheard,
     ) -> None:
-        """on_versions: called with the versions of each job before each table."""
+        """ttl_s: seconds for which a table is valid. reporter: sends demand over the same
+        connection. on_versions: called with each job's versions before each table.
+        """
         self._leader = LeaderChannel(target, certificates=certificates)
         self._reporter = reporter
         self._on_versions = on_versions
@@ -75,7 +78,9 @@ class WatchedTable:
         self._jobs: tuple[str, ...] = ()
 
     async def run(self, sink: TableSink) -> None:
-        """Pass every table to `sink`, an empty one once the last is too old; until cancelled."""
+        """Pass every table to `sink` until cancelled: with all replicas unhealthy once the last
+        table is `ttl_s` old, and an empty one later.
+        """
         try:
             # The end of one ends the other: a table without a watch must expire.
             async with asyncio.TaskGroup() as group:
@@ -91,10 +96,10 @@ class WatchedTable:
             await self._leader.close()
 
     async def _follow(self, sink: TableSink) -> Exception | None:
-        """Read one stream to its end; return its error.
+        """Read one stream to its end and return its error, None if it ended without one.
 
-        A live leader sends every second: silence for half of a table's life is a lost one, and the
-        other half is there to find the next.
+        A live leader sends every second: silence for half of a table's life ends the stream, and
+        the other half is left to find the next leader.
         """
         try:
             stub = rose_pb2_grpc.SchedulerStub(await self._leader.connected())
@@ -118,9 +123,9 @@ class WatchedTable:
 
     @contextlib.asynccontextmanager
     async def _reporting(self, stub: "rose_pb2_grpc.SchedulerAsyncStub") -> AsyncIterator[None]:
-        """Report demand for as long as this connection is watched.
+        """Return a context manager that reports demand while the stream is read.
 
-        A report that cannot even be made ends the watch: without demand nothing would be leased.
+        A report that cannot be built ends the watch: without demand nothing would be leased.
         """
         if self._reporter is None:
             yield
@@ -149,7 +154,9 @@ class WatchedTable:
         sink(self._entries, self._jobs)
 
     def _is_replica(self, row: rose_pb2.Replica) -> bool:
-        """Return True if turns can be sent there at all; an invalid row is logged once."""
+        """Return True if the row has a valid URL and a known kind; an invalid URL is logged once
+        for each replica.
+        """
         try:
             checked_url(row.url, f"the url of replica {row.id[:80]!r}")
         except ConfigError as error:
@@ -177,7 +184,9 @@ class WatchedTable:
 
 
 def entry_of(row: rose_pb2.Replica) -> ReplicaEntry:
-    """Return a row of the scheduler's table in the gateway's form."""
+    """Return a row of the scheduler's table as a ReplicaEntry; weights of another job count as
+    version 0.
+    """
     return ReplicaEntry(
         id=row.id,
         kind=KINDS[row.kind],

@@ -47,10 +47,11 @@ T = TypeVar("T")
 
 
 class TurnAttempts:
-    """Successive attempts at one turn, with its journal and text. `avoid`: the replica of the last.
+    """State of one turn over its successive attempts: journal, text, remaining need, and `avoid`,
+    the replica that failed it last.
 
-    Readers see the journal as it grows. Where the turn would start over on another replica
-    (`Sampling.counts_output`) they see nothing before it is whole, since delivered tokens cannot be
+    Readers see the journal as it grows. A turn that would start over on another replica
+    (`Sampling.counts_output`) is shown only when it is whole, since delivered tokens cannot be
     taken back.
     """
 
@@ -67,12 +68,14 @@ class TurnAttempts:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that ended the turn."""
+        """Stop string that ended the turn, None if none did."""
         return None if self.text is None else self.text.matched
 
     @property
     def stop_reason(self) -> int | str | None:
-        """vLLM's stop reason: the stop string or stop token that ended the turn, else None."""
+        """Stop string or stop token id that ended the turn, as vLLM reports it; None for an
+        end-of-sequence token or another end.
+        """
         if self.journal.finish_reason != "stop" or self.matched is not None:
             return self.matched
         last = self.journal.tokens[-1] if self.journal.tokens else None
@@ -82,31 +85,39 @@ class TurnAttempts:
         return last if last in (sampling.stop_token_ids or ()) else None
 
     async def place(self, dispatcher: Dispatcher) -> LiveAttempt:
-        """Wait for a place on a replica. Raises TurnError if there is none in time."""
+        """Wait for a place on a replica for the rest of the turn and return it. Raises TurnError if
+        there is none in time.
+        """
         request = self.request
         return await dispatcher.acquire(
             self.need, self.avoid, request.priority, batch=request.batch
         )
 
     def begin(self, live: LiveAttempt, max_attempts: int) -> None:
-        """Begin an attempt, as a turn of the job that the place is leased to."""
+        """Record the place of the next attempt, its job, and if the turn may still move to another
+        replica afterwards.
+        """
         self.request.job = live.job
         self.need = replace(self.need, job=live.need.job)
         live.may_move = self.journal.attempts + 1 < max_attempts
         self.live = live
 
     def deliver(self) -> bool:
-        """Give the whole turn to its readers at this moment; False if they have another answer."""
+        """Show the whole turn to its readers and end their stream; return False if they got another
+        copy's answer.
+        """
         self.feed.show(self.journal, self.text)
         self.feed.end(self.stop_reason)
         return True
 
     def goes_on(self) -> bool:
-        """Return True if the turn tries again after a failed attempt."""
+        """Return True if the turn is tried again after a failed attempt."""
         return True
 
     def next_try(self, failed: str) -> None:
-        """Prepare for another attempt, on any replica but the failed one."""
+        """Prepare the turn for another attempt, on any replica but `failed`; a turn whose output
+        counts starts over.
+        """
         self.avoid = failed
         if self.request.sampling.counts_output:
             # Elsewhere its tokens would not count as output.
@@ -115,7 +126,9 @@ class TurnAttempts:
         self.need = self.need_now()
 
     def need_now(self) -> TurnNeed:
-        """Return the need of the rest of the turn."""
+        """Return the routing need of the rest of the turn: tokens so far as prompt, and the tokens
+        left.
+        """
         journal = self.journal
         return replace(
             self.need,
@@ -125,7 +138,9 @@ class TurnAttempts:
         )
 
     def forked(self) -> tuple[TurnJournal, TextTrack | None]:
-        """Return a journal that continues this one, and its text, settled again from the tokens."""
+        """Return a copy of the journal that can continue on its own, and a text decoded from its
+        tokens (None without text).
+        """
         text = self._track()
         if text is not None:
             text.add(self.journal.tokens)
@@ -138,10 +153,11 @@ class TurnAttempts:
 
 @dataclass(slots=True, eq=False)
 class AttemptStream:
-    """One streamed request and its `Receiver`; `outcome` is the next step, once it has ended.
+    """One attempt: the streamed request to one replica and the receiver of its answer.
 
-    batches: for turns that came with others, in one request. engine_ended: the replica had the
-    request, and hung up before it sent a token.
+    outcome: what the journal says to do next, None until the attempt has ended. batches: collector
+    that joins turns into one request, None sends each alone. engine_ended: True if the replica had
+    the request and hung up before it sent a token.
     """
 
     turn: TurnAttempts
@@ -166,7 +182,8 @@ class AttemptStream:
         self._over = asyncio.get_running_loop().create_future()
 
     async def run(self, upstream: Upstream) -> Ending:
-        """Stream the answer into the journal; return how it ended and, in words, why.
+        """Stream the replica's answer into the journal; return how the attempt ended, and the
+        reason in words.
 
         Raises BadRequest for a request that every replica would refuse, or an internal error.
         """
@@ -218,7 +235,9 @@ class AttemptStream:
     # ----
 
     async def _traced(self, upstream: Upstream) -> Ending:
-        """Stream the answer within a span of its own, if the turn is traced."""
+        """Stream the answer inside a trace span of its own, if the turn is traced; return the
+        attempt's end and reason.
+        """
         parent = self.turn.request.origin.trace
         if parent is None and self.spans is NO_SPANS:
             return await self._stream(upstream, b"")
@@ -265,16 +284,19 @@ class AttemptStream:
             connection.leave(self, rest_s)
 
     def _goes_with_others(self, more_head: bytes) -> bool:
-        """Return True if it goes in one request with turns that begin at this moment.
+        """Return True if the turn is sent in one request with other turns that begin in the same
+        step of the event loop.
 
-        A head of its own, for its trace, needs a request of its own.
+        A turn with a trace header needs a request of its own.
         """
         entry = self.live.entry
         suits = self.turn.request.batch and not more_head and LINKS[entry.api].batches
         return suits and self.batches is not None and self.batches.most > 1
 
     def _take_all(self, read: Callable[[T], Iterable[StreamLine]], data: T) -> None:
-        """Process all lines of this step of the event loop."""
+        """Process the lines of the bytes that just came, end the attempt on an error, and wake the
+        turn's readers.
+        """
         try:
             for line in read(data):
                 if self._take(line):
@@ -288,9 +310,9 @@ class AttemptStream:
         self.turn.feed.tell()
 
     def _take(self, line: StreamLine) -> bool:
-        """Process one line of the answer; return True if it was the last one that counts.
+        """Process one line of the answer; return True if it ends the attempt.
 
-        Raises BackendError, having taken nothing, for output that no replica can have sampled.
+        Raises BackendError, and changes nothing, for output that no replica can have sampled.
         """
         if line.token_ids:
             if not self.live.need.accepts(line.version):
@@ -311,7 +333,9 @@ class AttemptStream:
         return True
 
     def _note_prompt(self, places: PromptLogprobs) -> None:
-        """Note the prompt's logprobs; those of an earlier attempt are of another version."""
+        """Add logprobs of the prompt to the turn's; those of an earlier attempt, of another
+        version, are dropped first.
+        """
         feed = self.turn.feed
         if not self._prompt_seen:
             self._prompt_seen = True
@@ -322,7 +346,9 @@ class AttemptStream:
         feed.prompt_logprobs += places
 
     def _journal(self, line: StreamLine) -> None:
-        """Journal a line's tokens, up to a stop string."""
+        """Append a line's tokens to the journal, up to and including the token that completes a
+        stop string.
+        """
         journal, text = self.turn.journal, self.turn.text
         check_line(line, journal.remaining)
         tokens, logprobs = line.token_ids, line.logprobs
@@ -334,9 +360,9 @@ class AttemptStream:
         self.dispatcher.journaled(self.live, len(tokens))
 
     def _finish(self, reason: str) -> bool:
-        """Complete the turn: deliver it and free its place before anything else.
+        """Deliver the whole turn, free its place on the replica and return True.
 
-        From here on nothing may interrupt it.
+        From here on nothing may interrupt the turn.
         """
         self.live.task = None
         self._end(End.FINISHED, reason)
@@ -345,14 +371,18 @@ class AttemptStream:
         return True
 
     def _end(self, end: End, reason: str) -> None:
-        """End the attempt, once; a complete turn goes to its readers at that moment."""
+        """End the attempt in the journal, once; a whole turn is delivered to its readers at
+        once.
+        """
         self.outcome = self.turn.journal.end(self._asked.number, end, reason)
         if isinstance(self.outcome, Deliver):
             self.dispatcher.stats.turns += self.turn.deliver()
 
 
 def check_line(line: StreamLine, budget: int) -> None:
-    """Raise BackendError for a line whose parts do not match."""
+    """Raise BackendError for a line with more tokens than the turn has left, or with logprobs or
+    versions that do not match them.
+    """
     count, oldest = len(line.token_ids), line.oldest_version
     if count > budget:
         raise BackendError(f"{count} tokens came where {budget} were left")
@@ -363,5 +393,5 @@ def check_line(line: StreamLine, budget: int) -> None:
 
 
 def _broken(error: BaseException) -> Ending:
-    """Return the end of an attempt by one of `ATTEMPT_FAILURES`."""
+    """Return End.BROKEN and the error in words, for one of `ATTEMPT_FAILURES`."""
     return End.BROKEN, f"{type(error).__name__}: {error}"

@@ -35,7 +35,9 @@ Work = Callable[[TurnAttempts], Awaitable[None]]
 
 
 class _RunningGroup:
-    """A group's members by place: `fresh` not begun, `vacant` ended without an answer."""
+    """Members of one hedged group by place: `fresh` places have not begun, `vacant` ones ended
+    without an answer, `racing` ones run.
+    """
 
     def __init__(self, origin: Origin) -> None:
         self.size, self.hedges = origin.group_size, origin.hedges
@@ -52,7 +54,7 @@ class _RunningGroup:
         return (self.size, self.hedges) == (origin.group_size, origin.hedges)
 
     def take(self) -> str | None:
-        """Return a place for one more member; None if all are there."""
+        """Return the place of one more member; None if all are taken."""
         places = self.vacant or self.fresh
         if not places:
             return None
@@ -62,7 +64,7 @@ class _RunningGroup:
 
 
 class HedgedAttempts(TurnAttempts):
-    """One copy of a hedged turn; a second one has its place before it begins."""
+    """Attempts of one copy of a hedged turn; a second copy holds its place before it begins."""
 
     def __init__(self, turn: "HedgedTurn", request: TurnRequest) -> None:
         super().__init__(request, turn.feed)
@@ -78,12 +80,14 @@ class HedgedAttempts(TurnAttempts):
         return self._turn.won_by(self) and super().deliver()
 
     def goes_on(self) -> bool:
-        """Return True if the copy tries again: not while another one runs."""
+        """Return True if this copy is tried again after a failure: only if no other copy runs."""
         return self._turn.failed(self.number)
 
 
 class HedgedTurn:
-    """All copies of one member of a group, and the one owner of its end."""
+    """One member of a hedged group with all its copies; the first whole copy becomes the turn's
+    answer.
+    """
 
     def __init__(
         self,
@@ -105,11 +109,13 @@ class HedgedTurn:
 
     @property
     def live(self) -> list[tuple[HedgedAttempts, LiveAttempt]]:
-        """Copies that are on a replica now."""
+        """Pairs of each copy that is on a replica now and its place."""
         return [(copy, copy.live) for copy in self.copies if copy.live is not None]
 
     async def run(self, request: TurnRequest) -> None:
-        """Return when a copy was whole. Raises the TurnError of the last one that failed."""
+        """Run the turn's copies until one is whole. Raises the TurnError of the last copy if all
+        fail.
+        """
         first = HedgedAttempts(self, request)
         first.journal, first.text = first.forked()
         self._start(first)
@@ -137,7 +143,7 @@ class HedgedTurn:
             self._tasks.clear()
 
     def fork(self, number: int, copy: HedgedAttempts, place: LiveAttempt) -> None:
-        """Start copy `number`, which continues from the tokens of `copy`, on a place of its own."""
+        """Start copy `number` of the turn on `place`; it continues from the tokens of `copy`."""
         name = f"{copy.request.request_id}.copy{number}"
         forked = HedgedAttempts(self, replace(copy.request, request_id=name))
         forked.journal, forked.text = copy.forked()
@@ -146,7 +152,9 @@ class HedgedTurn:
         self._start(forked)
 
     def won_by(self, copy: HedgedAttempts) -> bool:
-        """Take a copy's whole answer, and cancel the others; False if another one was first."""
+        """Make this whole copy the turn's answer, cancel the others and return True; return False
+        if another copy was first.
+        """
         won = self._group.core.finished(self._place, copy.number)
         if won is None:
             return False
@@ -157,7 +165,7 @@ class HedgedTurn:
         return True
 
     def failed(self, number: int) -> bool:
-        """Record that a copy ended without an answer; return True if it was the last."""
+        """Record that a copy ended without an answer; return True if no other copy runs."""
         return self._group.core.failed(self._place, number)
 
     def _start(self, copy: HedgedAttempts) -> None:
@@ -174,7 +182,9 @@ class HedgedTurn:
         self._ended.put_nowait(copy.number)
 
     def _error(self, number: int) -> BaseException | None:
-        """Return the error with which the turn ends; None if it is won, or another copy runs."""
+        """Return the error with which the turn ends; None if it has an answer or another
+        copy runs.
+        """
         task = self._tasks[number]
         if self._won:
             return None
@@ -187,7 +197,7 @@ class HedgedTurn:
 
 
 class Hedging:
-    """All hedged groups of one gateway."""
+    """Manager of a gateway's hedged groups: it starts second copies of their slowest turns."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -198,9 +208,11 @@ class Hedging:
         return len(self._groups)
 
     async def run(self, request: TurnRequest, feed: TokenStream, work: Work) -> None:
-        """Run a turn with the copies that its group may have; `work` makes a copy's attempts.
+        """Run a turn to its end as a member of its hedged group; `work` makes the attempts of one
+        copy.
 
-        Raises BadRequest for a turn that contradicts the running others of its group, or TurnError.
+        A turn that comes when the group is full runs without copies. Raises BadRequest for a turn
+        that contradicts the others of its group, or TurnError.
         """
         origin = request.origin
         key = (origin.job, origin.scope + origin.group)
@@ -222,7 +234,9 @@ class Hedging:
             self._settle(key, group)
 
     def sweep(self) -> None:
-        """Start the copies that pay by now; called every `SWEEP_S`."""
+        """Start each second copy that is expected to shorten its group now; called every
+        `SWEEP_S`.
+        """
         for key, group in tuple(self._groups.items()):
             if group.sound and group.racing and not group.fresh and group.core.may_hedge:
                 try:
@@ -250,7 +264,9 @@ class Hedging:
         return group
 
     def _settle(self, key: tuple[str, str], group: _RunningGroup) -> None:
-        """Forget a complete group, and the oldest of those without a running member."""
+        """Forget the group if it is complete; if it has no running member, forget the oldest such
+        groups above the limit.
+        """
         if self._groups.get(key) is not group or group.running:
             return
         if group.core.complete:
@@ -295,7 +311,9 @@ class Hedging:
         turn.fork(number, copy, place)
 
     def _left_s(self, turn: HedgedTurn) -> float:
-        """Return the seconds that a member still needs, by its best copy; else infinite."""
+        """Return the seconds that a member still needs by its fastest copy; infinite while it has
+        no replica.
+        """
         return min(
             (
                 0.0 if copy.journal.whole else self._dispatcher.left_s(live, copy.need_now())

@@ -41,7 +41,7 @@ MOST_ENGINES_ENDED = 2
 
 
 class TurnRunner:
-    """Runner of turns; every attempt is one streamed request, or its part of one."""
+    """Runner of turns: it makes attempt after attempt on replicas until a turn is whole."""
 
     def __init__(
         self, dispatcher: Dispatcher, upstream: Upstream, hedging: Hedging, spans: Spans = NO_SPANS
@@ -54,7 +54,9 @@ class TurnRunner:
         self._spans = spans
 
     async def run(self, request: TurnRequest, feed: TokenStream) -> None:
-        """Fill the feed's journal to its end. Raises TurnError if the turn cannot be finished."""
+        """Run a turn until the feed's journal is whole. Raises TurnError if the turn cannot be
+        finished.
+        """
         parent = request.origin.trace
         if parent is None and self._spans is NO_SPANS:
             await self._run(request, feed)
@@ -73,7 +75,7 @@ class TurnRunner:
             self._note_traced(request, feed, error, span)
 
     def _note_traced(self, request: TurnRequest, feed: TokenStream, error: str, span: Span) -> None:
-        """End the span of a traced turn; the event log gets it if it is recorded."""
+        """End the span of a traced turn, and write it to the event log if the trace is sampled."""
         replicas = list(dict.fromkeys(segment.replica for segment in feed.segments))
         tokens = len(feed.tokens)
         span.end({"rose.tokens": tokens, "rose.attempts": feed.attempts}, error)
@@ -107,7 +109,9 @@ class TurnRunner:
             ) from error
 
     async def _work(self, turn: TurnAttempts) -> None:
-        """Make attempt after attempt, until the turn is whole, or another copy continues alone."""
+        """Make attempts until the turn is whole or another copy continues alone. Raises NoReplica
+        or EnginesEnded.
+        """
         engines_ended = 0
         while True:
             live = await turn.place(self._dispatcher)
@@ -142,14 +146,17 @@ class TurnRunner:
             turn.next_try(live.entry.id)
 
     def _attempt(self, turn: TurnAttempts, live: LiveAttempt) -> AttemptStream:
-        """Make one attempt on that place; the simulator puts a modelled replica behind it."""
+        """Return a new attempt at the turn on that place; the simulator overrides it with a
+        modelled replica.
+        """
         return AttemptStream(turn, live, self._dispatcher, self._spans, self._batches)
 
 
 class SharedTurn(TokenStream):
-    """A running or answered turn and the number of connections that follow it.
+    """Token stream of a running or answered turn, shared by all connections that follow it.
 
-    name: its caller's scope and its request id. job: the registered one, "" where jobs are labels.
+    readers: number of those connections. name: its caller's scope and its request id. job: its
+    registered job, "" where jobs are labels.
     """
 
     __slots__ = ("job", "last_call", "name", "named", "readers", "request_id", "session", "task")
@@ -168,7 +175,7 @@ class SharedTurn(TokenStream):
 
     @property
     def key(self) -> str:
-        """Its name among all turns: two jobs may use one request id."""
+        """Key of the turn among all turns: job and name, since two jobs may use one request id."""
         return _key(self.job, self.name)
 
 
@@ -178,7 +185,9 @@ def _key(job: str, name: str) -> str:
 
 
 class SharedTurns:
-    """All turns of one gateway. End with `close`."""
+    """Turns of one gateway by job and request id, with kept answers for repeated requests. End with
+    `close`.
+    """
 
     def __init__(self, dispatcher: Dispatcher, runner: TurnRunner) -> None:
         self._dispatcher = dispatcher
@@ -195,9 +204,10 @@ class SharedTurns:
         return len(self._running)
 
     def open(self, request: TurnRequest) -> SharedTurn:
-        """Return the turn of an earlier request with this id and body, or a new one.
+        """Return the running or answered turn of an earlier request with this id and body, or start
+        and return a new one.
 
-        Raises TurnError for a turn that must not begin.
+        Raises TurnError for a turn that must not begin, or an id that was used with another body.
         """
         request.check()
         fingerprint = request.fingerprint()
@@ -226,10 +236,10 @@ class SharedTurns:
 
     @contextmanager
     def reading(self, turns: Sequence[SharedTurn], stream: bool) -> Iterator[None]:
-        """Count a connection for as long as it follows these turns.
+        """Return a context manager that counts one connection as a follower of these turns.
 
-        A turn without a follower is cancelled; one that was streamed to a caller who can name it is
-        kept for `resume_grace_s`: the caller may come back for the rest.
+        A turn whose last follower leaves is cancelled; a streamed one only after `resume_grace_s`
+        if its caller chose the id, else after `anonymous_grace_s`.
         """
         for shared in turns:
             shared.readers += 1
@@ -245,7 +255,8 @@ class SharedTurns:
                     self._abandon(shared, self._grace_s(shared) if stream else 0.0)
 
     def cancel(self, name: str, job: str = "") -> bool:
-        """Abort a job's running turn; its readers get a TurnAborted. Returns False without one.
+        """Abort a job's running turn, whose readers get a TurnAborted, and return True; return
+        False if none runs.
 
         name: its caller's scope and its request id.
         """
@@ -263,7 +274,9 @@ class SharedTurns:
         return sum(self.cancel(name, job) for name in names)
 
     async def close(self, timeout_s: float) -> None:
-        """Refuse new turns, let running ones finish for a while, then cancel them."""
+        """Refuse new turns, wait up to `timeout_s` seconds for running ones, then fail and cancel
+        the rest.
+        """
         self._closing = True
         tasks = [shared.task for shared in self._running.values() if shared.task is not None]
         if tasks:
@@ -285,7 +298,7 @@ class SharedTurns:
         shared.last_call = loop.call_later(grace_s, self._drop, shared)
 
     def _drop(self, shared: SharedTurn) -> None:
-        """End an unwanted turn; its id may be used anew."""
+        """Cancel a turn and forget it, so that its id may be used anew."""
         self._running.pop(shared.key, None)
         self._answers.forget(shared.key, shared)
         if shared.last_call is not None:

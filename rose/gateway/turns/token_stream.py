@@ -26,7 +26,9 @@ PLACE_BYTES = 150
 
 @dataclass(slots=True, eq=False)
 class TokenStream:
-    """One writer, any number of readers; a reader remembers how many tokens it has seen."""
+    """Output of one turn as its readers see it: one writer, any number of readers, each of which
+    remembers how many tokens it has seen.
+    """
 
     journal: TurnJournal
     text: TextTrack | None = None
@@ -48,47 +50,51 @@ class TokenStream:
 
     @property
     def tokens(self) -> "array[int]":
-        """Output so far."""
+        """Ids of the output tokens so far."""
         return self.journal.tokens
 
     @property
     def logprobs(self) -> "array[float]":
-        """One for each token."""
+        """Logprobs of the output tokens so far, one for each token."""
         return self.journal.logprobs
 
     @property
     def versions(self) -> list[VersionSpan]:
-        """Policy versions of the tokens, if known."""
+        """Spans of output tokens by the policy version that sampled them; tokens of unknown version
+        are left out.
+        """
         return [span for span in self.journal.versions if span.version >= 0]
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Replica of each token."""
+        """Spans of output tokens by the replica that sampled them."""
         return self.journal.segments
 
     @property
     def attempts(self) -> int:
-        """Attempts so far."""
+        """Number of attempts that the turn has begun."""
         return self.journal.attempts
 
     @property
     def finish_reason(self) -> str | None:
-        """Finish reason of a whole turn."""
+        """Finish reason of a whole turn ("stop" or "length"), None before that or if it failed."""
         return self.journal.finish_reason
 
     @property
     def over(self) -> bool:
-        """True if nothing more will come."""
+        """True if the turn is whole or has failed, so that no more tokens come."""
         return self.finish_reason is not None or self._error is not None
 
     @property
     def error(self) -> TurnError | None:
-        """Reason why the turn ended without an answer; raise it anew each time."""
+        """Fresh copy of the error that ended the turn without an answer, to be raised; None without
+        one.
+        """
         return None if self._error is None else fresh(self._error)
 
     @property
     def size_bytes(self) -> int:
-        """Approximate size of the kept turn: its tokens, their stamps and text."""
+        """Estimate of the memory that the kept turn takes, in bytes."""
         journal = self.journal
         held = FEED_BYTES + journal.tokens.itemsize * len(journal.tokens)
         held += journal.logprobs.itemsize * len(journal.logprobs)
@@ -98,7 +104,9 @@ class TokenStream:
         return held if self.text is None else held + self.text.size_bytes
 
     def tell(self) -> None:
-        """Wake readers: called when no more comes in this step of the event loop."""
+        """Wake all waiting readers and call all listeners; called once a step of the event loop,
+        after its last token.
+        """
         waiters, self._waiters = self._waiters, []
         if self._ended and self.over:
             waiters += self._ended
@@ -110,52 +118,60 @@ class TokenStream:
             listener()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, which must not wait or raise, on news, and now."""
+        """Call `listener` now and on each later `tell`; it must not wait or raise."""
         self._listeners.append(listener)
         listener()
 
     def unlisten(self, listener: Callable[[], None]) -> None:
-        """Stop calling it."""
+        """Stop calling this listener."""
         self._listeners.remove(listener)
 
     def show(self, journal: TurnJournal, text: TextTrack | None) -> None:
-        """Show a journal of this turn that contains all tokens that readers have seen."""
+        """Replace journal and text by those of another copy, which has all tokens that readers have
+        seen.
+        """
         self.journal, self.text = journal, text
 
     def end(self, stop_reason: int | str | None) -> None:
-        """End the turn: the journal is whole."""
+        """Record stop reason and duration of the turn, whose journal is whole, and wake its
+        readers.
+        """
         self.took_s = time.monotonic() - self._began_s
         self.stop_reason = stop_reason
         self.tell()
 
     def fail(self, error: TurnError) -> None:
-        """End the turn without an answer; its tokens so far stay readable."""
+        """End the turn with this error unless it is over, and wake its readers; its tokens so far
+        stay readable.
+        """
         if not self.over:
             self._error = fresh(error)
             self.tell()
 
     async def beyond(self, seen: int) -> None:
-        """Return when there are more than `seen` tokens, or the turn is over."""
+        """Wait until there are more than `seen` tokens or the turn is over."""
         while len(self.journal.tokens) <= seen and not self.over:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
 
     def ended(self) -> asyncio.Future[None]:
-        """Return a future that is done when the turn, which is not over yet, is over."""
+        """Return a new future that is done when the turn is over; call it only before that."""
         ended = asyncio.get_running_loop().create_future()
         self._ended.append(ended)
         return ended
 
     async def finished(self) -> None:
-        """Return when the turn is over. Raises its TurnError if it failed."""
+        """Wait until the turn is over. Raises its TurnError if it failed."""
         if not self.over:
             await self.ended()
         if self._error is not None:
             raise fresh(self._error)
 
     def spans(self, start: int, end: int) -> list[VersionSpan]:
-        """Return known versions of tokens [start, end), cut to that range."""
+        """Return the version spans of the tokens [start, end), cut to that range; tokens of unknown
+        version are left out.
+        """
         return [
             VersionSpan(s.version, max(start, s.start), min(end, s.end), s.oldest_version)
             for s in self.journal.versions
@@ -164,7 +180,7 @@ class TokenStream:
 
 
 async def all_finished(feeds: Sequence[TokenStream]) -> None:
-    """Return when all turns are over. Raises the first TurnError at once."""
+    """Wait until all turns are over. Raises the first TurnError as soon as one fails."""
     if len(feeds) == 1:
         return await feeds[0].finished()
     news = asyncio.get_running_loop().create_future()
