@@ -36,7 +36,9 @@ ENGINE_NAMES = {ReplicaApi.VLLM: "vLLM", ReplicaApi.SGLANG: "SGLang"}
 
 
 class Gateway:
-    """Async context manager around a listening gateway; `port` is the one that it bound."""
+    """Async context manager that runs a whole gateway in this event loop; `port` is the port that
+    it bound.
+    """
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
@@ -103,41 +105,45 @@ class Gateway:
         await self._close_io()
 
     def flush_logs(self) -> bool:
-        """Wait until events are on disk (not in the event loop); False if that takes long."""
+        """Wait until all events are on disk and return True; return False if that takes too long.
+        It blocks, so never call it in the event loop.
+        """
         return self._logs is None or self._logs.flush()
 
     def set_table(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...] = ()) -> None:
-        """Take a new replica table, and the registered jobs; none if they are unknown."""
+        """Replace the replica table and the registered jobs; no jobs means that they are
+        unknown.
+        """
         self._dispatcher.set_table(entries, jobs)
 
     @property
     def stats(self) -> GatewayStats:
-        """Counters since start, a copy of which is in `/rose/v1/stats`."""
+        """Counters since the gateway started; `/rose/v1/stats` shows a copy."""
         return self._stats
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The replica table, the router and the queue."""
+        """Dispatcher of the gateway's turns: replica table, routers and queue."""
         return self._dispatcher
 
     def status(self) -> GatewayStatus:
-        """Return turns, replicas and trajectories now."""
+        """Return the numbers of turns, replicas and sessions now."""
         return self._server.status()
 
     def _note_aloud(self, event: str, **fields: object) -> None:
-        """Write one event; a reached limit is also printed for the operator."""
+        """Write one event to the log; print a reached limit to standard output as well."""
         self.note(event, **fields)
         if event.startswith("limit_"):
             option = f"--{fields['limit']}".replace("_", "-").replace("--descriptors", "ulimit -n")
             _tell(f"{event}: {option}, {fields['times']} times")
 
     def note(self, event: str, **fields: object) -> None:
-        """Write one event, if there is a log."""
+        """Write one event to the log, if there is one."""
         if self._events is not None:
             self._events.write(event, **fields)
 
     async def failed(self) -> None:
-        """Wait for ever. Raises RoseError when a background task was given up."""
+        """Wait until a background task has failed for good, and raise its RoseError."""
         await self.background.failed()
 
     def _health(self) -> GatewayHealth:
@@ -157,7 +163,9 @@ class Gateway:
         )
 
     def _asking(self) -> Authenticator:
-        """Raises ConfigError for keys that cannot be used."""
+        """Return the authenticator of callers. Raises ConfigError for token keys that cannot be
+        used.
+        """
         settings = self._settings
         tokens = None
         if settings.token_keys is not None:
@@ -167,7 +175,9 @@ class Gateway:
         return Authenticator(settings.certificates, tokens, time.time, self._refused)
 
     def _cluster_tls(self) -> ClusterTls | None:
-        """Return the TLS of a scheduler's replicas; one of the command line may be foreign."""
+        """Return the TLS settings for replicas of a scheduler's cluster; None without a scheduler
+        or certificates, since replicas of the command line may be foreign.
+        """
         settings = self._settings
         if settings.scheduler is None or settings.certificates is None:
             return None
@@ -186,7 +196,9 @@ class Gateway:
         return TextCodec(settings.tokenizer, limits, self.note, settings.tool_call_parser)
 
     def _found(self, replica: StaticReplica, found: Probed | None) -> None:
-        """Record that a replica of the command line answered first, or does not yet."""
+        """Record and print that a replica of the command line answered for the first time, or does
+        not answer yet.
+        """
         if found is None:
             _tell(f"{replica.url} does not answer yet: it is asked until it does")
             return

@@ -31,7 +31,10 @@ MOST_A_MINUTE = 60
 
 
 class Authenticator:
-    """Authenticator of callers. clock: Unix seconds. say: called with refusals, within a bound."""
+    """Authenticator of callers by token or certificate.
+
+    clock: Unix seconds. say: called with each refusal to log, at most MOST_A_MINUTE times a minute.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,9 @@ class Authenticator:
         self._said = 0
 
     def admit(self, http: web.BaseRequest) -> None:
-        """Record the request's caller. Raises Unauthorized or Forbidden."""
+        """Store the request's caller in the request; open routes and a gateway without credentials
+        admit anybody. Raises Unauthorized or Forbidden.
+        """
         if not self._asks or http.path in OPEN_ROUTES:
             return
         try:
@@ -91,7 +96,9 @@ class Authenticator:
         return Caller(None, f"{who.role}/{who.name}")
 
     def _peer(self, http: web.BaseRequest) -> Peer | None:
-        """Return the owner of the shown certificate, which TLS has verified."""
+        """Return the owner of the certificate that the caller showed and TLS verified; None without
+        one. Raises Unauthorized or Forbidden.
+        """
         try:
             peer = peer_over(http.transport)
         except ConfigError as error:
@@ -118,20 +125,24 @@ class Authenticator:
 
 
 def caller_of(http: web.BaseRequest) -> Caller:
-    """Return the request's caller, after `admit`."""
+    """Return the caller that `Authenticator.admit` stored in the request, ANYBODY without one."""
     found: Caller = http.get(CALLER, ANYBODY)
     return found
 
 
 def held_to(caller: Caller, turn: TurnRequest) -> None:
-    """Give a turn its caller's job and scope. Raises Forbidden for another job's."""
+    """Set the turn's job and name scope to its caller's. Raises Forbidden if it names
+    another job.
+    """
     if caller is ANYBODY:
         return
     turn.origin = replace(turn.origin, job=own_job(caller, turn.origin.job), scope=caller.scope)
 
 
 def own_job(caller: Caller, asked: str) -> str:
-    """Return the job of a request that names this one, or none (""). Raises Forbidden."""
+    """Return the job of a request that names `asked` ("" for none), within what its caller may use.
+    Raises Forbidden.
+    """
     try:
         return caller.job_for(asked)
     except ForeignJobError as error:

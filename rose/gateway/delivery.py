@@ -33,7 +33,7 @@ MAX_EVENT_TOKENS = 512
 
 
 class Delivery:
-    """Writer of one request's answer to its connection."""
+    """Writer of one request's answer to its HTTP connection."""
 
     def __init__(
         self,
@@ -42,7 +42,9 @@ class Delivery:
         stats: GatewayStats,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """headers: of the answer, besides its own."""
+        """headers: further headers of the answer. slow_reader_s: seconds after which a reader that
+        takes nothing is disconnected.
+        """
         self._http = http
         self._slow_reader_s = slow_reader_s
         self._stats = stats
@@ -54,7 +56,9 @@ class Delivery:
         self._begun = False
 
     async def whole(self, body: bytes) -> web.Response:
-        """Answer with a whole body."""
+        """Return the response with this JSON body; a long one is already sent, with a limit on a
+        slow reader.
+        """
         response = web.Response(body=body, content_type="application/json", headers=self._headers)
         if len(body) > UNWATCHED_BYTES:
             try:
@@ -69,7 +73,9 @@ class Delivery:
     async def stream(
         self, frontend: ApiFrontend, ask: ApiRequest, feeds: Sequence[TokenStream]
     ) -> web.StreamResponse:
-        """Stream all turns to their ends. Raises a turn's TurnError only before the first byte."""
+        """Send all turns as server-sent events until they are over, and return the response. Raises
+        a turn's TurnError only before the first byte.
+        """
         seen = [min(ask.resume_from, len(feed.tokens)) for feed in feeds]
         await _any_news(feeds, seen)
         for feed in feeds:
@@ -87,7 +93,9 @@ class Delivery:
         return self._response
 
     async def write(self, data: bytes) -> None:
-        """Write, waiting for a slow reader. Raises ConnectionError if it is gone."""
+        """Send these bytes, waiting for a slow reader. Raises ConnectionError if the reader is gone
+        or too slow.
+        """
         transport = self._transport()
         if not data:
             return
@@ -99,7 +107,8 @@ class Delivery:
             await self._response.write(data)
 
     def write_now(self, data: bytes) -> bool:
-        """Write without waiting; return False, having written nothing, if it would wait.
+        """Send these bytes without waiting and return True; return False, and send nothing, if that
+        could wait.
 
         Raises ConnectionError if the reader is gone.
         """
@@ -132,7 +141,9 @@ class Delivery:
 
     @asynccontextmanager
     async def _patience(self) -> AsyncIterator[None]:
-        """Close the connection of a reader that takes nothing for too long."""
+        """Return a context manager that closes the connection, and raises ConnectionError, if its
+        body takes longer than `slow_reader_s`.
+        """
         try:
             async with asyncio.timeout(self._slow_reader_s):
                 yield
@@ -144,7 +155,7 @@ class Delivery:
 
 
 class _Follower:
-    """Follower of turn `index` of a request to its end."""
+    """Writer of the events of turn `index` of a request."""
 
     def __init__(self, delivery: Delivery, ask: ApiRequest, index: int, feed: TokenStream) -> None:
         self._delivery = delivery
@@ -155,7 +166,9 @@ class _Follower:
         self._stopped: asyncio.Future[Exception | None] | None = None
 
     async def run(self) -> None:
-        """Write all events. Raises the turn's TurnError in its place, or ConnectionError."""
+        """Send the turn's events until it is over. Raises the turn's TurnError, or
+        ConnectionError.
+        """
         feed = self._feed
         while True:
             await feed.beyond(self._at)
@@ -172,7 +185,9 @@ class _Follower:
             await self._pushed()
 
     async def _pushed(self) -> None:
-        """Push tokens as they come, until a write would wait."""
+        """Send tokens in the step in which they come, until a write could wait or the turn
+        is over.
+        """
         self._stopped = asyncio.get_running_loop().create_future()
         self._feed.listen(self._push)
         try:
@@ -183,7 +198,9 @@ class _Follower:
             raise fresh(error)
 
     def _push(self) -> None:
-        """Push new tokens; the last event of a turn may have to wait."""
+        """Send the tokens that are new now; stop pushing if the write could wait or the turn is
+        over.
+        """
         feed, stopped = self._feed, self._stopped
         assert stopped is not None
         if stopped.done():
@@ -206,7 +223,7 @@ class _Follower:
 
 
 async def _any_news(feeds: Sequence[TokenStream], seen: list[int]) -> None:
-    """Return when any of the turns has something to write, or has failed."""
+    """Wait until any of the turns has a token beyond those seen, or is over."""
     if len(feeds) == 1:
         await feeds[0].beyond(seen[0])
         return
@@ -221,7 +238,8 @@ async def _any_news(feeds: Sequence[TokenStream], seen: list[int]) -> None:
 
 
 async def _follow_all(followers: Sequence[_Follower]) -> None:
-    """Run followers of one request side by side. Raises the first error, having ended the rest.
+    """Run all followers of one request at the same time. Raises the first error, after the others
+    are cancelled.
 
     A TaskGroup would tie tasks, errors and frames into cycles that only the collector frees.
     """

@@ -23,9 +23,10 @@ JOB_CHARS = 200
 
 
 class DemandMeter:
-    """Turns, owed tokens and token flow by job. `now_s`: the dispatcher's clock.
+    """Meter of a gateway's demand by job: turns, tokens that they still need, and tokens a second.
+    `now_s`: the dispatcher's clock.
 
-    gateway: must differ between any two processes, as a report replaces the one of the same name.
+    gateway: name that no other process has, since a report replaces the one of the same name.
     """
 
     def __init__(self, dispatcher: Dispatcher, gateway: str, now_s: float) -> None:
@@ -37,7 +38,9 @@ class DemandMeter:
         self._flow_tok_s: dict[str, float] = {}
 
     def report(self, now_s: float) -> rose_pb2.DemandReport:
-        """Return all jobs that have turns now, and newly measured switches."""
+        """Return the demand report of all jobs that have turns now, with lease latencies that were
+        not reported yet.
+        """
         turns: Counter[str] = Counter()
         owed: Counter[str] = Counter()
         for job, owed_tokens in self._dispatcher.owed():
@@ -63,7 +66,9 @@ class DemandMeter:
         )
 
     def told(self, report: rose_pb2.DemandReport) -> None:
-        """Record that the scheduler has the report: its switches are not repeated."""
+        """Record that the scheduler has received the report, so that its lease latencies are not
+        repeated.
+        """
         for each in report.switches:
             self._dispatcher.switches.told(each.replica, each.epoch)
 
@@ -83,7 +88,9 @@ class DemandMeter:
 
 
 def _fold(turns: Counter[str], owed: Counter[str]) -> None:
-    """Count jobs beyond `JOBS_KEPT` as the one without a name, since callers choose the names."""
+    """Add jobs beyond the `JOBS_KEPT` largest to the unnamed job, in place, since callers choose
+    the names.
+    """
     for job, count in turns.most_common()[JOBS_KEPT - 1 :]:
         if job:
             del turns[job]
@@ -96,7 +103,7 @@ CALL_TIMEOUT_S = 2.0
 
 
 class DemandReporter:
-    """Reporter over the connection on which the table is watched."""
+    """Sender of demand reports over the connection on which the replica table is watched."""
 
     def __init__(
         self,
@@ -109,7 +116,9 @@ class DemandReporter:
         self._clock = clock
 
     async def run(self, stub: "rose_pb2_grpc.SchedulerAsyncStub") -> None:
-        """Report each period until cancelled, and soon when the first turn comes."""
+        """Send a report each second until cancelled, and at once when the first turn comes; a
+        failed report is not repeated.
+        """
         while True:
             # Before the figures are read: a turn that comes while they are sent counts as new.
             self._work_began.clear()
@@ -123,7 +132,7 @@ class DemandReporter:
             await self._pause(idle)
 
     async def _pause(self, idle: bool) -> None:
-        """Wait a period; less if a turn comes and the scheduler knows of none."""
+        """Wait a second; if idle, only until the first turn comes."""
         if not idle:
             await asyncio.sleep(PERIOD_S)
             return

@@ -31,12 +31,18 @@ E = TypeVar("E", bound=BaseException)
 
 
 def fresh(error: E) -> E:
-    """Return the same error as if it had never been raised: no frames, no cause, no context."""
+    """Return a copy of the error without traceback, cause and context, so that keeping it keeps no
+    frames alive.
+    """
     return copy(error)
 
 
 class TurnError(RefusedError):
-    """Base: `status` is the HTTP status, `kind` vLLM's name of it, `param` the field at fault."""
+    """Base of errors that answer a turn's request.
+
+    status: HTTP status. kind: vLLM's name of it. param: the field at fault. retry_after_s: value of
+    Retry-After, 0 for none.
+    """
 
     status = 500
     kind = "InternalServerError"
@@ -48,84 +54,86 @@ class TurnError(RefusedError):
 
 
 class BadRequest(TurnError):  # noqa: N818 - named as in HTTP
-    """The request itself is wrong: sending it again will not help."""
+    """Error 400: the request itself is wrong, so sending it again does not help."""
 
     status = 400
     kind = "BadRequestError"
 
 
 class Unauthorized(TurnError):  # noqa: N818 - named as in HTTP
-    """The caller has not proved who it is."""
+    """Error 401: the caller has not proved who it is."""
 
     status = 401
     kind = "AuthenticationError"
 
 
 class Forbidden(TurnError):  # noqa: N818 - named as in HTTP
-    """The caller may not do this."""
+    """Error 403: the caller may not do this."""
 
     status = 403
     kind = "PermissionDeniedError"
 
 
 class UnknownModel(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The gateway serves another model."""
+    """Error 404: the gateway serves another model."""
 
     status = 404
     kind = "NotFoundError"
 
 
 class UnknownJob(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The job is not registered with the scheduler."""
+    """Error 404: the job is not registered with the scheduler."""
 
     status = 404
     kind = "NotFoundError"
 
 
 class VersionUnavailable(TurnError):  # noqa: N818 - a state, as in the tree above
-    """No replica runs a policy version that the turn accepts."""
+    """Error 409: no replica runs a policy version that the turn accepts."""
 
     status = 409
     kind = "ConflictError"
 
 
 class TurnAborted(TurnError):  # noqa: N818 - a state, as in the tree above
-    """A caller aborted the turn by its id or finished its session."""
+    """Error 409: a caller aborted the turn by its id or finished its session."""
 
     status = 409
     kind = "ConflictError"
 
 
 class BodyTooLarge(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The body is longer than the gateway reads."""
+    """Error 413: the body is longer than the gateway reads."""
 
     status = 413
     kind = "RequestEntityTooLargeError"
 
 
 class BodyEncoded(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The body is compressed: a few bytes could be gigabytes."""
+    """Error 415: the body is compressed, so a few bytes could become gigabytes."""
 
     status = 415
     kind = "UnsupportedMediaTypeError"
 
 
 class EnginesEnded(TurnError):  # noqa: N818 - a state, as in the tree above
-    """Engines ended at the turn's prompt, one after the other; the next one may end as well."""
+    """Error 422: several engines ended at this turn's prompt before its first token, so it is not
+    sent to another one.
+    """
 
     status = 422
     kind = "UnprocessableEntityError"
 
 
 class BodyTooSlow(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The body did not come in time."""
+    """Error 408: the body did not come in time."""
 
     status = 408
     kind = "RequestTimeoutError"
 
 
 class QueueFull(TurnError):  # noqa: N818 - a state, as in the tree above
-    """Too many turns are waiting."""
+    """Error 429: too many turns are waiting."""
 
     status = 429
     kind = "RateLimitError"
@@ -133,7 +141,7 @@ class QueueFull(TurnError):  # noqa: N818 - a state, as in the tree above
 
 
 class NoReplica(TurnError):  # noqa: N818 - a state, as in the tree above
-    """No replica could finish the turn in time."""
+    """Error 503: no replica could finish the turn in time."""
 
     status = 503
     kind = "ServiceUnavailableError"
@@ -141,7 +149,7 @@ class NoReplica(TurnError):  # noqa: N818 - a state, as in the tree above
 
 
 class DeadlinePassed(TurnError):  # noqa: N818 - a state, as in the tree above
-    """The turn took longer than its caller allowed."""
+    """Error 504: the turn took longer than its caller allowed."""
 
     status = 504
     kind = "GatewayTimeoutError"

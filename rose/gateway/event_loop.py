@@ -38,7 +38,9 @@ NEVER = 2**31 - 1
 
 
 async def collect_in_small_steps(old_s: float = OLD_S) -> None:
-    """Collect until cancelled; then restore the collector's settings."""
+    """Run the garbage collector on new objects every NEW_S seconds until cancelled; then restore
+    its settings.
+    """
     before, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
@@ -56,7 +58,9 @@ async def collect_in_small_steps(old_s: float = OLD_S) -> None:
 
 
 def look_through_old() -> None:
-    """Collect old objects, unless they are many, and yet no more than live turns may be."""
+    """Run a full collection if old objects are few (at most LITTLE), or more than live turns can be
+    (above TOO_MANY).
+    """
     old = sum(len(gc.get_objects(generation)) for generation in (1, 2))
     if old <= LITTLE or old > TOO_MANY:
         gc.collect()
@@ -71,7 +75,7 @@ HELP = "How late the event loop woke."
 
 
 class _Second(NamedTuple):
-    """The worst lag of one second."""
+    """Largest lags within one second of the clock."""
 
     at: int
     lag_s: float
@@ -79,7 +83,8 @@ class _Second(NamedTuple):
 
 
 class LoopLag:
-    """Lags of one event loop; `watch` it in a task of that loop.
+    """Meter of an event loop's lag, which is how late its timers fire; run `watch` in a task of
+    that loop.
 
     clock: monotonic seconds. worked: seconds of processor time of the loop's thread.
     """
@@ -99,12 +104,13 @@ class LoopLag:
 
     @property
     def max_s(self) -> float:
-        """The longest lag of the last `WINDOW_S`."""
+        """Largest lag of the last `WINDOW_S` seconds, in seconds."""
         return max((second.lag_s for second in self._recent()), default=0.0)
 
     @property
     def busy_max_s(self) -> float:
-        """The longest lag of the last `WINDOW_S` for which the loop itself had the processor.
+        """Largest part of a lag of the last `WINDOW_S` seconds in which the loop's own thread had
+        the processor, in seconds.
 
         Much less than `max_s` means that other processes kept the loop from running, or that it
         waited in a blocking call.
@@ -112,7 +118,7 @@ class LoopLag:
         return max((second.busy_s for second in self._recent()), default=0.0)
 
     async def watch(self) -> None:
-        """Measure lags until cancelled."""
+        """Measure the lag every TICK_S seconds, until cancelled."""
         while True:
             due_s, worked_s = self._clock() + TICK_S, self._worked()
             await asyncio.sleep(TICK_S)
@@ -120,7 +126,9 @@ class LoopLag:
             self.note(lag_s, min(lag_s, self._worked() - worked_s))
 
     def note(self, lag_s: float, busy_s: float) -> None:
-        """Record a tick that came `lag_s` too late; the loop's thread ran for `busy_s` of it."""
+        """Record a timer that fired `lag_s` seconds late; the loop's thread ran for `busy_s` of
+        them.
+        """
         self._counts[bisect_left(BOUNDS_S, lag_s)] += 1
         self._sum_s += lag_s
         now = int(self._clock())
@@ -132,7 +140,9 @@ class LoopLag:
             self._seconds.popleft()
 
     def exposition(self) -> Sequence[str]:
-        """Return the histogram of all lags since start, in Prometheus' text format."""
+        """Return the lines of the histogram of all lags since the start, in Prometheus' text
+        format.
+        """
         lines, below = [f"# HELP {METRIC} {HELP}", f"# TYPE {METRIC} histogram"], 0
         for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._counts, strict=True):
             below += count

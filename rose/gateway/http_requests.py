@@ -33,10 +33,10 @@ async def answered(
     refusal: Callable[[TurnError], web.Response],
     fault: Callable[[web.BaseRequest, Exception], TurnError],
 ) -> web.StreamResponse:
-    """Return the route's answer, every failure in the one shape.
+    """Return the route's response, or the error response that `refusal` makes of any failure.
 
-    Some failures are raised before a middleware is called. admit: raises TurnError for a caller
-    that may not ask. fault: reports a fault of this program, which ends one request only.
+    admit: raises TurnError for a caller that may not ask. fault: reports an unexpected exception
+    and returns the error to answer. Some failures are raised before a middleware would be called.
     """
     try:
         if http.headers.get("Expect", CONTINUE).lower() != CONTINUE:
@@ -60,7 +60,7 @@ async def answered(
 
 
 def refusal_headers(error: TurnError) -> dict[str, str]:
-    """Return the headers that go with an error's status."""
+    """Return the headers Retry-After and WWW-Authenticate as the error needs them."""
     headers = {"Retry-After": str(error.retry_after_s)} if error.retry_after_s else {}
     if error.status == Unauthorized.status:
         headers["WWW-Authenticate"] = "Bearer"
@@ -68,7 +68,7 @@ def refusal_headers(error: TurnError) -> dict[str, str]:
 
 
 def json_answer(answer: object, status: int = 200) -> web.Response:
-    """Return an answer in JSON: a struct, or what a struct may hold."""
+    """Return an HTTP response with this object as JSON."""
     return web.Response(status=status, body=encode(answer), content_type=JSON)
 
 
@@ -77,7 +77,9 @@ LEAST_BYTES_S = 16 << 10
 
 
 class Bodies:
-    """Reader of bodies of at most `max_bytes`, which begin to come within `timeout_s`."""
+    """Reader of request bodies of at most `max_bytes`; the time limit is `timeout_s` seconds and
+    more for each byte received.
+    """
 
     def __init__(self, max_bytes: int, timeout_s: float, limits: LimitLog) -> None:
         self._max_bytes = max_bytes
@@ -85,7 +87,7 @@ class Bodies:
         self._limits = limits
 
     async def read(self, http: web.Request) -> bytes:
-        """Return the whole body. Raises TurnError for one beyond the limits."""
+        """Return the whole body. Raises BodyEncoded, BodyTooLarge, BodyTooSlow or BadRequest."""
         coding = http.headers.get("Content-Encoding", "identity")
         if coding.lower() != "identity":
             raise BodyEncoded("Content-Encoding is not supported: send the body as it is")

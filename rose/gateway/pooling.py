@@ -41,7 +41,7 @@ TOKEN_CHARS, MOST_TOKENS = 4, 1_024
 
 
 class _Own(msgspec.Struct, gc=False):
-    """Fields that replicas do not get."""
+    """Body fields that the gateway reads; only `cache_salt` is passed on to replicas, changed."""
 
     model: str | None = None
     job: str | None = None
@@ -60,7 +60,7 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 @dataclass(slots=True)
 class WholeCall:
-    """A call of a job's replicas: `path` and `body` in their form, `need` for the router."""
+    """Call of a pooling route: path and body to send to a replica, and its need for the router."""
 
     path: str
     body: bytes
@@ -77,9 +77,11 @@ def read(
     owned: Callable[[str], str],
     scope: str,
 ) -> WholeCall:
-    """Return the call. Raises TurnError for an invalid one.
+    """Return the call that a request asks for, without the gateway's own fields in its body. Raises
+    TurnError for an invalid one.
 
-    owned: returns the caller's job of a name. scope: the prefix of the caller's names.
+    owned: returns the job of a caller that names this job, or raises. scope: prefix of the caller's
+    names.
     """
     asked = read_json(_decode_own, body)
     fields = read_json(_decode, body)
@@ -106,7 +108,9 @@ def read(
 
 
 def answer(body: bytes, model: ServedModel) -> bytes:
-    """Return a replica's answer under the model's name here. Raises NoReplica if invalid."""
+    """Return the replica's JSON answer with the gateway's model name in it. Raises NoReplica if it
+    is not JSON.
+    """
     try:
         fields = decoded(_decode, body)
     except msgspec.DecodeError as error:
@@ -117,7 +121,7 @@ def answer(body: bytes, model: ServedModel) -> bytes:
 
 
 class _AnswerReceiver:
-    """Receiver that keeps one answer until it is whole."""
+    """Receiver that collects one response; `done` gets its body when it is complete."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
@@ -146,7 +150,7 @@ class _AnswerReceiver:
 
 
 class WholeCalls:
-    """Caller of replicas, one after the other until one has answered."""
+    """Sender of calls to replicas, one replica after the other until one has answered."""
 
     def __init__(self, dispatcher: Dispatcher, upstream: Upstream) -> None:
         self._dispatcher = dispatcher
@@ -154,7 +158,9 @@ class WholeCalls:
         self._max_attempts = dispatcher.settings.max_attempts
 
     async def run(self, call: WholeCall) -> bytes:
-        """Return the body of the first whole answer. Raises TurnError if there is none."""
+        """Return the body of the first complete 200 answer. Raises TurnError if there is none in
+        time.
+        """
         limit_s = LIMIT_S if call.timeout_s is None else call.timeout_s
         try:
             async with asyncio.timeout(limit_s):
@@ -183,7 +189,9 @@ class WholeCalls:
         raise NoReplica(f"{self._max_attempts} replicas failed {call.path}, the last: {said[:200]}")
 
     async def _attempt(self, call: WholeCall, live: LiveAttempt) -> tuple[End, str, bytes]:
-        """Return how one replica's answer ended, why, and the whole answer."""
+        """Send the call to one replica; return how that ended, the reason in words, and the
+        answer's body.
+        """
         end: End | None = None
         answer = b""
         live.last_token_s += PATIENT_S
@@ -224,7 +232,9 @@ class WholeCalls:
 
 
 def _refuse(call: WholeCall, live: LiveAttempt, code: int, answer: bytes) -> None:
-    """Raise BadRequest for a fault of the request, or of the job's choice of model."""
+    """Raise BadRequest for a status that every replica would return, or a replica whose model has
+    no such route.
+    """
     if code == NOT_FOUND:
         raise BadRequest(
             f"{call.path}: {live.entry.id} serves no model for it; a replica of one is started "

@@ -57,7 +57,7 @@ _decode_names = msgspec.json.Decoder(NamesBody)
 
 
 class GatewayServer:
-    """One gateway: routes, shared turns and the sweep. End with `close`."""
+    """HTTP routes of one gateway, with its shared turns. End with `close`."""
 
     def __init__(
         self,
@@ -68,7 +68,9 @@ class GatewayServer:
         authenticator: Authenticator | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """authenticator: of callers; None admits all."""
+        """health: returns the process's health now. authenticator: decides who may call; None
+        admits all.
+        """
         self._dispatcher = dispatcher
         self._settings = settings = dispatcher.settings
         self._stats = dispatcher.stats
@@ -116,7 +118,7 @@ class GatewayServer:
         return app
 
     def status(self) -> GatewayStatus:
-        """Return turns, replicas and trajectories now."""
+        """Return the numbers of turns, replicas and sessions now."""
         dispatcher = self._dispatcher
         return GatewayStatus(
             usable=dispatcher.usable,
@@ -132,7 +134,9 @@ class GatewayServer:
         await self._turns.close(self._settings.shutdown_s)
 
     async def sweep(self) -> None:
-        """Judge stalled and hopeless turns, until cancelled."""
+        """Look for stalled turns, hopeless waits and useful second copies every SWEEP_S seconds,
+        until cancelled.
+        """
         while True:
             await asyncio.sleep(SWEEP_S)
             self._dispatcher.sweep()
@@ -167,7 +171,11 @@ class GatewayServer:
 
     @asynccontextmanager
     async def _reading(self, ask: ApiRequest) -> AsyncIterator[list[SharedTurn]]:
-        """All turns of a request of several, or, raising its TurnError, none; until the end."""
+        """Return a context manager that opens all turns of a request and counts this connection as
+        their follower.
+
+        If one turn is refused, the turns opened before it are left, and its TurnError is raised.
+        """
         turns: list[SharedTurn] = []
         step_tokens = 0
         with ExitStack() as opening:
@@ -190,7 +198,7 @@ class GatewayServer:
         http: web.BaseRequest,
         routed: Route,
     ) -> web.StreamResponse:
-        """Return the route's answer, every failure in vLLM's shape."""
+        """Return the route's response, or any failure as an error response in vLLM's shape."""
         return await answered(
             http,
             routed,
@@ -204,7 +212,7 @@ class GatewayServer:
         return TurnError("the gateway failed at this request; its log says how")
 
     async def _pool(self, http: web.Request) -> web.Response:
-        """Answer a call of a model that is not generative."""
+        """Answer a call of a pooling route, for a model that is not generative."""
         body, caller = await self._bodies.read(http), caller_of(http)
 
         def owned(job: str) -> str:
@@ -225,16 +233,20 @@ class GatewayServer:
         return web.Response(body=body, content_type=JSON)
 
     def _check_job(self, http: web.Request) -> None:
-        """Raise UnknownJob if the request names one that is not registered."""
+        """Raise UnknownJob if the request's header names a job that is not registered."""
         if named := job_of(http.headers, None):
             self._dispatcher.jobs.resolve(named)
 
     def _job(self, http: web.Request, named: str | None) -> str:
-        """Return the registered job of a caller's names, "" where jobs are labels."""
+        """Return the registered job of a request that names `named`, "" where jobs are labels.
+        Raises TurnError.
+        """
         return self._dispatcher.jobs.owner(own_job(caller_of(http), job_of(http.headers, named)))
 
     async def _abort(self, http: web.Request) -> web.Response:
-        """Answer vLLM's `request_ids` and SGLang's `rid`: those turns end for all readers."""
+        """Answer an abort of turns by id (vLLM's `request_ids`, SGLang's `rid`) with the ids that
+        were aborted.
+        """
         names = read_json(_decode_names, await self._bodies.read(http))
         job = self._job(http, names.job)
         wanted = names.request_ids if names.rid is None else [*names.request_ids, names.rid]
@@ -243,7 +255,9 @@ class GatewayServer:
         return json_answer(Aborted(aborted))
 
     async def _finish_session(self, http: web.Request) -> web.Response:
-        """Answer the end of a trajectory: none of its turns may run on."""
+        """Abort all running turns of a session, forget the session, and answer with their
+        number.
+        """
         body = await self._bodies.read(http)
         names = read_json(_decode_names, body) if body else NamesBody()
         session = session_of(http.headers, names.session_id)
@@ -256,7 +270,9 @@ class GatewayServer:
         return json_answer(SessionFinished(session, aborted))
 
     async def _explain(self, http: web.Request) -> web.Response:
-        """Answer with the placements of a request's or trajectory's turns, and their reasons."""
+        """Answer with the router's choices for a request's or session's turns, and their reasons;
+        404 without any.
+        """
         subject = http.match_info["subject"]
         job, scope = self._job(http, http.query.get("job")), caller_of(http).scope
         decisions = self._dispatcher.jobs.of(job).explained(scope + subject)
@@ -270,7 +286,9 @@ class GatewayServer:
         return json_answer(Explanation(subject, rows))
 
     async def _versions(self, http: web.Request) -> web.Response:
-        """Answer with the served versions, of all jobs or of the caller's one."""
+        """Answer with the announced version of each job and the version of each replica, of the
+        caller's job or of all.
+        """
         named = own_job(caller_of(http), job_of(http.headers, http.query.get("job")))
         job = self._dispatcher.jobs.owner(named) if named else ""
         announced = sorted(self._dispatcher.default_versions.announced.items())

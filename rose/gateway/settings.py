@@ -21,9 +21,9 @@ from rose.security.tokens import AUDIENCE
 
 @dataclass(frozen=True, slots=True)
 class StaticReplica:
-    """A replica named on the command line: always leased, its state is polled.
+    """Replica named on the command line: it counts as always leased, and its state is polled.
 
-    Its kind, ROSE's endpoint or a stock engine, is found out when it answers.
+    Its API, ROSE's endpoint or a stock engine's, is detected when it answers.
     """
 
     id: str
@@ -34,9 +34,11 @@ class StaticReplica:
 
 @dataclass(frozen=True, slots=True)
 class StalenessRule:
-    """Default of a turn without versions: how far behind its job's latest one it may be sampled.
+    """Rule for turns that name no version: by how many versions they may be older than their job's
+    latest one.
 
-    job: "" for all jobs without a rule. versions: None for as many as the job was registered with.
+    job: "" for all jobs without a rule of their own. versions: None for the bound with which the
+    job was registered.
     """
 
     job: str
@@ -50,7 +52,7 @@ REGISTERED = "registered"
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """All settings; times in seconds."""
+    """All settings of a gateway; times in seconds. Raises ConfigError for invalid ones."""
 
     port: int
     host: str = "127.0.0.1"
@@ -175,7 +177,7 @@ COUNTS = (
 
 
 def gateway_parser(prog: str = "rose gateway") -> Parser:
-    """Return the parser of `rose gateway`."""
+    """Return the command-line parser of `rose gateway`."""
     parser = Parser(prog, description="HTTP front of all rollout replicas.")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
@@ -231,7 +233,9 @@ def gateway_parser(prog: str = "rose gateway") -> Parser:
 
 
 def parse_settings(argv: list[str]) -> GatewaySettings:
-    """Parse a command line. Raises ConfigError with what to correct."""
+    """Return the settings that a command line gives. Raises ConfigError, which says what to
+    correct.
+    """
     options = vars(gateway_parser().parse_args(argv))
     cap = options.pop("replica_max_sequences")
     options["log_limits"] = taken_log_limits(options)
@@ -247,7 +251,9 @@ def _default(option: str) -> object:
 
 
 def _static_replica(text: str, max_sequences: int) -> StaticReplica:
-    """Parse `URL`, named by its host and port, or `ID=KIND=URL`."""
+    """Return the replica that `URL` or `ID=KIND=URL` names; a URL alone is named by its host and
+    port. Raises ConfigError.
+    """
     kinds = [kind.value for kind in ReplicaKind]
     if urlsplit(text).scheme == "http" and urlsplit(text).netloc:
         parts = [urlsplit(text).netloc, ReplicaKind.DEDICATED.value, text]
@@ -263,7 +269,9 @@ def _static_replica(text: str, max_sequences: int) -> StaticReplica:
 
 
 def _staleness(text: str) -> StalenessRule:
-    """Parse `N` for all jobs, or `JOB=N`; N may be `registered`."""
+    """Return the rule that `N` (for all jobs) or `JOB=N` gives; N may be `registered`. Raises
+    ConfigError.
+    """
     job, equals, said = text.rpartition("=")
     counted = said.isascii() and said.isdigit() and len(said) <= MAX_DIGITS
     if not (counted or said == REGISTERED) or (equals and not job):

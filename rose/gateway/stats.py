@@ -23,7 +23,9 @@ GAP_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class LeaseLatency:
-    """Time `took_s` from the lease `epoch` to the replica's first token, idle time left out."""
+    """Measured latency of one lease: `took_s` seconds from its grant to the replica's first token,
+    idle time left out.
+    """
 
     replica: str
     epoch: int
@@ -41,7 +43,9 @@ class _Opening:
 
 
 class LeaseLatencyClock:
-    """Leases whose first token is awaited, and the measured ones. Times are monotonic."""
+    """Meter of lease latencies: it holds the leases whose first token is awaited, and measurements
+    to report. Times are monotonic seconds.
+    """
 
     def __init__(self) -> None:
         # The lease of each row of the last table, 0 without one.
@@ -51,22 +55,26 @@ class LeaseLatencyClock:
 
     @property
     def awaiting(self) -> bool:
-        """True if any token could be the first of its lease."""
+        """True if the first token of any lease is still awaited."""
         return bool(self._openings)
 
     @property
     def measured(self) -> list[LeaseLatency]:
-        """The newest measurement of each replica that was not reported yet."""
+        """Newest measurement of each replica that the scheduler has not received yet."""
         return list(self._measured.values())
 
     def told(self, replica: str, epoch: int) -> None:
-        """Record that the scheduler has this one."""
+        """Forget the measurement of this replica and lease, because the scheduler has
+        received it.
+        """
         known = self._measured.get(replica)
         if known is not None and known.epoch == epoch:
             del self._measured[replica]
 
     def set_table(self, entries: Iterable[ReplicaEntry], now_s: float) -> None:
-        """Take a new table; the age of leases in the first one after none is unknown."""
+        """Start to time the leases that are new in this table; leases of the first table after an
+        empty one are skipped, since their age is unknown.
+        """
         blind, before = not self._epochs, self._openings
         epochs: dict[str, int] = {}
         self._openings = {}
@@ -94,14 +102,16 @@ class LeaseLatencyClock:
         opening.live += 1
 
     def ended(self, replica: str, epoch: int, now_s: float) -> None:
-        """Record that a turn left the replica."""
+        """Record that a turn's attempt on the replica ended."""
         opening = self._openings.get(replica)
         if opening is not None and opening.epoch == epoch:
             opening.live -= 1
             opening.ended_s = now_s
 
     def token(self, replica: str, epoch: int, now_s: float) -> None:
-        """Record a token under the lease `epoch`."""
+        """Record a token under the lease `epoch`; the first one completes the lease's
+        measurement.
+        """
         opening = self._openings.get(replica)
         if opening is None or opening.epoch != epoch or opening.tried_s is None:
             return
@@ -113,9 +123,11 @@ class LeaseLatencyClock:
 
 @dataclass(slots=True)
 class GatewayStats:
-    """Since start. `tokens` counts journaled tokens by replica; `turns` delivered ones.
+    """Counters of a gateway since its start.
 
-    `hedges` are second copies of turns; `hedge_wins` those of them that answered first.
+    tokens: journaled tokens by replica. ends: attempts by how they ended. turns: delivered turns.
+    repeated: requests answered by an earlier turn. hedges: second copies of turns; hedge_wins:
+    those that answered first.
     """
 
     tokens: Counter[str] = field(default_factory=Counter)
@@ -133,9 +145,10 @@ class GatewayStats:
 
 @dataclass(frozen=True, slots=True)
 class GatewayHealth:
-    """Health of the gateway's process: troubles now, log records lost, restarts by task.
+    """Health of the gateway's process: current troubles in words, log records lost, restarts by
+    background task.
 
-    certificate: begin and end of the process's own, in Unix seconds.
+    certificate: Unix times at which its own certificate begins and ends, None without one.
     """
 
     troubles: Sequence[str] = ()
@@ -145,7 +158,9 @@ class GatewayHealth:
 
     @property
     def status(self) -> str:
-        """`ok`, or `degraded`: turns are served, and an operator should look."""
+        """ "ok", or "degraded" if there is any trouble: turns are still served, and an operator
+        should look.
+        """
         return "degraded" if self.troubles else "ok"
 
 
@@ -153,8 +168,9 @@ class GatewayHealth:
 class GatewayStatus:
     """State of a gateway at one moment, for an embedding program or a test.
 
-    `usable` counts replicas that get turns, `live_turns` turns by replica; `running` turns have a
-    request id that is not over, `waiting` ones no place yet; `hedged_groups` may still have copies.
+    usable: replicas that get turns. live_turns: running attempts by replica. running: turns that
+    are not over. waiting: turns without a replica. sessions_known: sessions that routers remember.
+    hedged_groups: groups that may still get second copies.
     """
 
     usable: int
@@ -191,7 +207,7 @@ COUNTERS: Final = (
 
 
 def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> GatewayCounters:
-    """Return the body of `/rose/v1/stats`."""
+    """Return the counters as `/rose/v1/stats` shows them. `live`: running turns by replica."""
     return GatewayCounters(
         tokens=dict(stats.tokens),
         live_turns=live,
@@ -205,7 +221,7 @@ def snapshot(stats: GatewayStats, live: dict[str, int], waiting: int) -> Gateway
 def exposition(
     stats: GatewayStats, live: dict[str, int], waiting: int, health: GatewayHealth
 ) -> str:
-    """Return the body of `/metrics`, in Prometheus' text format; replica ids are the operator's.
+    """Return the text of `/metrics` in Prometheus' format. `live`: running turns by replica.
 
     A replica without a row and a turn loses its series: in a changing fleet they would only grow.
     """

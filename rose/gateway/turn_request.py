@@ -25,7 +25,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise BadRequest for values that no engine takes."""
+    """Raise BadRequest for sampling parameters outside the range that engines accept."""
     most, least = sampling.max_tokens, sampling.min_tokens
     if most < 1:
         raise BadRequest(f"max_tokens must be at least 1, got {most}", "max_tokens")
@@ -64,7 +64,9 @@ def _check_penalties(sampling: Sampling) -> None:
 
 
 def sample_of(sampling: Sampling, index: int) -> Sampling:
-    """Return the sampling of sample `index` of several, with a seed of its own."""
+    """Return the sampling parameters of sample `index` of a prompt: `index` is added to the seed,
+    if there is one.
+    """
     if sampling.seed is None or index == 0:
         return sampling
     return structs.replace(sampling, seed=sampling.seed + index)
@@ -72,11 +74,12 @@ def sample_of(sampling: Sampling, index: int) -> Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The caller's names; empty ones were not sent. Turns of a group are samples of one prompt.
+    """Names that a turn's caller gave it; empty ones were not sent. Turns of a group are samples of
+    one prompt.
 
-    hedges: how many second copies all `group_size` turns of the group may have together.
-    scope: of the caller, whose names are its own (rose/security/callers.py). trace: of the caller's
-    request; a repeated request may have another, and is the same turn.
+    hedges: how many second copies all `group_size` turns of the group may have together. scope:
+    prefix of the caller's names (rose/security/callers.py). trace: trace of the caller's request; a
+    repeated request may have another, and is the same turn.
     """
 
     session: str = ""
@@ -93,13 +96,14 @@ ANONYMOUS = Origin()
 
 @dataclass(slots=True, eq=False)
 class TurnRequest:
-    """Tokens in, how to sample, and the caller's conditions.
+    """One turn as the gateway runs it: prompt token ids, sampling parameters and the caller's
+    conditions.
 
-    priority: lower goes first, as in vLLM. timeout_s: from arrival. named: the caller chose the
-    request id, so it can request the same turn again. text: the output is wanted as text. batch:
-    one of several that its caller waits for together. life: tells turns of one request id apart,
-    the earlier ones of which failed. job: the registered one, once a replica of it is found;
-    `origin.job` may be a label.
+    priority: lower goes first, as in vLLM. timeout_s: from arrival. named: True if the caller chose
+    the request id, so it can request the same turn again. text: plan of the output as text, None
+    for token ids alone. batch: True for one of several turns that its caller waits for together.
+    life: random part of attempt ids, which tells this turn from earlier, failed ones of the same
+    id. job: job of the replica's lease, once the turn has a place; `origin.job` may be a label.
     """
 
     request_id: str
@@ -120,24 +124,27 @@ class TurnRequest:
 
     @property
     def name(self) -> str:
-        """The request id among all callers'."""
+        """Request id with its caller's scope, which is unique among all callers."""
         return self.origin.scope + self.request_id
 
     def attempt_id(self, attempt: int) -> str:
-        """Return the id for a replica: an engine refuses an id that it still knows.
+        """Return the request id that a replica gets for this attempt; it differs for each attempt,
+        as an engine refuses an id that it still knows.
 
-        A turn that was hung up on and requested anew begins with attempt 1 again, so the number
-        alone would not do.
+        A turn that was hung up on and requested anew begins with attempt 1 again, so the id also
+        has the turn's random part.
         """
         return f"{self.request_id}.{self.life}.{attempt}"
 
     @property
     def salt(self) -> str | None:
-        """The cache salt: no cached block of one job is another's."""
+        """Cache salt that a replica gets: the job and the caller's salt, so that jobs share no
+        cached blocks; None for none.
+        """
         return f"{self.job}/{self.cache_salt or ''}" if self.job else self.cache_salt
 
     def check(self) -> None:
-        """Raise BadRequest for faults that a body's schema cannot express."""
+        """Raise BadRequest for values of the request that its schema cannot check."""
         if len(self.request_id) > MAX_REQUEST_ID_CHARS:
             raise BadRequest(
                 f"request_id has {len(self.request_id)} characters: send at most "
@@ -168,7 +175,7 @@ class TurnRequest:
             )
 
     def journal(self, max_attempts: int) -> TurnJournal:
-        """Return an empty record of the turn's output."""
+        """Return an empty journal of the turn's output, for at most `max_attempts` attempts."""
         return TurnJournal(
             self.token_ids,
             self.sampling.max_tokens,
@@ -177,7 +184,9 @@ class TurnRequest:
         )
 
     def need(self) -> TurnNeed:
-        """Return the need of a new turn, for the router."""
+        """Return the turn's need for the router: tokens, versions, job, and names with
+        their scope.
+        """
         scope, session, group = self.origin.scope, self.origin.session, self.origin.group
         return TurnNeed(
             scope + session if session else "",
@@ -192,14 +201,17 @@ class TurnRequest:
         )
 
     def _keys(self) -> tuple[int, ...]:
-        """Return the keys of its prompt; cached blocks of another scope or salt are not its own."""
+        """Return the hashes of the prompt's prefixes, computed once; another scope or salt gives
+        other hashes.
+        """
         if self.prefix_keys is None:
             salt = f"{self.origin.scope}\n{self.cache_salt or ''}"
             self.prefix_keys = prefix_keys(self.token_ids, salt)
         return self.prefix_keys
 
     def fingerprint(self) -> int:
-        """Return a value that is equal for requests of the same tokens, in any form of delivery.
+        """Return a hash that is equal for requests that ask for the same tokens, whatever their
+        form of delivery.
 
         Raises BadRequest for numbers that no replica accepts.
         """

@@ -56,7 +56,11 @@ def chat_job(
     reasoning_effort: str | None = None,
     **options: Any,  # noqa: ANN401 - further fields of `Chat`
 ) -> Chat:
-    """Return the conversation to render. Raises BadRequest for variables beside the template's."""
+    """Return the conversation for the tokenizer to render. Raises BadRequest for variables that are
+    too many, too large or reserved.
+
+    messages: raw JSON. variables: values for the chat template. options: further fields of `Chat`.
+    """
     given = dict(variables or {})
     if reasoning_effort is not None:
         given.setdefault("enable_thinking", reasoning_effort != "none")
@@ -111,7 +115,7 @@ _decoder = msgspec.json.Decoder(_ChatBody)
 
 
 class ChatFrontend(ApiFrontend):
-    """Reader of requests; `ChatAnswer` writes."""
+    """Frontend of `/v1/chat/completions`: it reads requests; `ChatAnswer` writes the answers."""
 
     path = "/v1/chat/completions"
 
@@ -194,7 +198,7 @@ class _WholeChat(OpenAIWhole, gc=False, kw_only=True):
 
 
 class ChatAnswer(OpenAIResponse):
-    """Writer of one request's turns, one a choice."""
+    """Writer of a chat answer, whole or streamed; each turn is one choice."""
 
     kind = "chat.completion.chunk"
 
@@ -206,7 +210,7 @@ class ChatAnswer(OpenAIResponse):
         prompt: list[int],
         tools: bytes | None,
     ) -> None:
-        """tools: tools that the output may call."""
+        """tools: JSON of the tools that the output may call, None for none."""
         super().__init__(name, model, asked, [prompt])
         self._prompt = prompt
         self._logprobs = bool(asked.logprobs)
@@ -216,7 +220,9 @@ class ChatAnswer(OpenAIResponse):
         self._found: list[FoundTools] = []
 
     async def prepare(self, streams: Sequence[TokenStream]) -> None:
-        """Find tool calls; write choices if they are not streamed."""
+        """Find the tool calls in all outputs, and encode the choices of an answer that is not
+        streamed. Raises TurnError.
+        """
         if self._tools is not None:
             for index, stream in enumerate(streams):
                 found = await found_tools(self._model, self._tools, self._name, index, stream)
@@ -259,7 +265,9 @@ class ChatAnswer(OpenAIResponse):
         )
 
     def begin(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return an event with the role for each choice."""
+        """Return the stream's first events: one for each choice, with the assistant's role and no
+        text.
+        """
         more = {"prompt_token_ids": self._prompt if self._ids else None, "prompt_text": None}
         return b"".join(
             self.chunk(

@@ -25,7 +25,9 @@ NO_FIELDS: Mapping[str, object] = MappingProxyType({})
 
 
 class OpenAIUnsupported(GenerateFields, gc=False, kw_only=True):
-    """Fields of both routes that no replica can honour; a default changes nothing."""
+    """Request fields of both OpenAI routes that no replica can honour; any value but the default is
+    refused.
+    """
 
     use_beam_search: bool | None = False
     logprob_token_ids: list[int] | None = None
@@ -51,7 +53,9 @@ class OpenAIUnsupported(GenerateFields, gc=False, kw_only=True):
 
 
 class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
-    """Fields of both routes; others are ignored, as OpenAI's own clients expect."""
+    """Request fields of both OpenAI routes; unknown fields are ignored, as OpenAI's own clients
+    expect.
+    """
 
     temperature: float | None = None
     top_p: float | None = None
@@ -82,7 +86,9 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
     guided_grammar: msgspec.Raw = NOTHING
 
     def check(self, most: int) -> None:
-        """Raise BadRequest for fields that replicas cannot honour, and for over `most` samples."""
+        """Raise BadRequest for fields that replicas cannot honour, or for more than `most`
+        samples.
+        """
         frontend.refuse_unsupported(self, OpenAIUnsupported)
         frontend.check_prompt_logprobs(self.prompt_logprobs, self.stream)
         frontend.check_samples(self.samples, most, self.temperature)
@@ -96,7 +102,9 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
         return 1 if self.n is None else self.n
 
     def sampling(self, max_tokens: int) -> Sampling:
-        """Return the sampling of each turn. Raises BadRequest for an invalid constraint."""
+        """Return the sampling parameters of each turn, with this token limit. Raises BadRequest for
+        an invalid output constraint.
+        """
         guided = {
             "json": self.guided_json,
             "regex": self.guided_regex,
@@ -112,7 +120,9 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
         return sampling_of(fields)
 
     def text_plan(self, model: ServedModel) -> TextPlan | None:
-        """Return the plan of output as text. Raises BadRequest for stops without a tokenizer."""
+        """Return the plan by which output becomes text, None without a tokenizer. Raises BadRequest
+        for stop strings without one.
+        """
         shown = self.include_stop_str_in_output
         special = self.skip_special_tokens
         return frontend.text_plan(
@@ -121,7 +131,7 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
 
 
 class OpenAIWhole(msgspec.Struct, gc=False, kw_only=True):
-    """Fields that whole answers of both routes have."""
+    """Fields of a whole answer that both OpenAI routes have."""
 
     id: str
     object: str
@@ -137,7 +147,7 @@ class OpenAIWhole(msgspec.Struct, gc=False, kw_only=True):
 
 
 class OpenAIResponse(wire.ApiResponse):
-    """Writer of both routes' answers; turn k is sample k mod n of prompt k // n."""
+    """Base of the writers of both OpenAI routes; turn k is sample k mod n of prompt k // n."""
 
     kind = "text_completion"
 
@@ -153,7 +163,9 @@ class OpenAIResponse(wire.ApiResponse):
         self._ids = bool(asked.return_token_ids)
 
     def head(self, stream: TokenStream) -> dict[str, Any]:
-        """Return the first fields of every answer and event."""
+        """Return the first fields of every answer and event: id, object, creation time and
+        model.
+        """
         return {
             "id": self._name,
             "object": self.kind,
@@ -167,14 +179,18 @@ class OpenAIResponse(wire.ApiResponse):
     def chunk(
         self, stream: TokenStream, end: int, choice: object, more: Mapping[str, object] = NO_FIELDS
     ) -> bytes:
-        """Return the event of one choice, with the turn's counts if each event has them."""
+        """Return the server-sent event of one choice, with the turn's token counts if each event
+        has them; `more`: further fields.
+        """
         chunk = {**self.head(stream), "choices": [choice], **more}
         if (usage := self.usage_so_far(stream, end)) is not None:
             chunk["usage"] = wire.ShortUsage(*usage)
         return wire.event(wire.encode(chunk))
 
     def token_text(self, token_ids: Sequence[int], place: int) -> str:
-        """Return a token for a list of logprobs: its text, or `token_id:N` as vLLM writes it."""
+        """Return the text of the token at `place` for a list of logprobs, or `token_id:N` without a
+        tokenizer or if asked for, as vLLM writes it.
+        """
         if self._as_ids or self._model.codec is None:
             return f"token_id:{token_ids[place]}"
         return self._model.codec.token_text(token_ids, place)
@@ -192,7 +208,7 @@ _decoder = msgspec.json.Decoder(_CompletionBody)
 
 
 class CompletionFrontend(ApiFrontend):
-    """Reader of requests; `CompletionAnswer` writes."""
+    """Frontend of `/v1/completions`: it reads requests; `CompletionAnswer` writes the answers."""
 
     path = "/v1/completions"
 
@@ -246,7 +262,7 @@ class _CompletionLogprobs(msgspec.Struct, gc=False):
 
 
 class CompletionAnswer(OpenAIResponse):
-    """Writer of one request's turns."""
+    """Writer of a completion's answer, whole or streamed."""
 
     def __init__(
         self, name: str, model: ServedModel, asked: _CompletionBody, prompts: list[list[int]]
@@ -269,7 +285,7 @@ class CompletionAnswer(OpenAIResponse):
         return self.chunk(stream, end, self._fields(index, stream, start, end))
 
     def _fields(self, index: int, stream: TokenStream, start: int, end: int) -> dict[str, Any]:
-        """Return the fields of a choice with tokens [start, end)."""
+        """Return the fields of choice `index` with its tokens [start, end)."""
         over = wire.is_over(stream, end)
         return {
             "index": index,

@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class GenerateFields(TurnFields, gc=False, kw_only=True):
-    """Fields that all routes share besides those of `TurnFields`."""
+    """Request fields that all generate routes share, besides those of `TurnFields`."""
 
     model: str | None = None
     request_id: str | None = None
@@ -56,9 +56,11 @@ class GenerateFields(TurnFields, gc=False, kw_only=True):
 
 @dataclass(slots=True)
 class ApiRequest:
-    """One request. resume_from: tokens that a reconnecting reader has. event_ids: it counts them.
+    """One parsed request of an API: its turns, the writer of its answer, and how it is delivered.
 
-    at_end: nothing can be sent before the turns are over, and a stream begins then.
+    resume_from: number of tokens that a reconnecting reader already has. event_ids: True if it
+    wants event ids, which are token counts. at_end: True if nothing can be sent before the turns
+    are over; a stream begins then.
     """
 
     turns: list[TurnRequest]
@@ -70,7 +72,9 @@ class ApiRequest:
 
 
 class ApiFrontend:
-    """One API: reads requests, writes answers, and errors in its own shape, by default vLLM's."""
+    """Base of one HTTP API: it reads requests into turns, and writes answers and errors in the
+    API's shape, by default vLLM's.
+    """
 
     path: ClassVar[str]
 
@@ -79,20 +83,22 @@ class ApiFrontend:
         self._max_completions = max_completions
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """Return the request. Raises TurnError for one that the API would refuse."""
+        """Return the parsed request. Raises TurnError for a request that the API would refuse."""
         raise NotImplementedError
 
     def error(self, error: TurnError) -> bytes:
-        """Return the body of an error answer."""
+        """Return the body of an error response, as JSON."""
         return vllm_error(error)
 
     def broken(self, error: TurnError) -> bytes:
-        """Return the event of an error after the stream has begun, with the stream's end."""
+        """Return the server-sent events for an error after the stream has begun: the error, then
+        the stream's end.
+        """
         return event(self.error(error)) + DONE
 
 
 def read_json(decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
-    """Return the decoded body. Raises BadRequest with what is wrong in it."""
+    """Return the decoded body. Raises BadRequest, which says what is wrong in it."""
     try:
         return decoded(decoder, body)
     except msgspec.DecodeError as error:
@@ -110,7 +116,9 @@ def request_of(
     *,
     at_end: bool = False,
 ) -> ApiRequest:
-    """Return the request of these turns. Raises BadRequest for an invalid place to resume from."""
+    """Return the ApiRequest of these turns, with stream options from body and headers. Raises
+    BadRequest for an invalid place to resume from.
+    """
     start, event_ids = resume_of(headers, asked.resume_from)
     return ApiRequest(turns, bool(asked.stream), answer, start, event_ids, at_end)
 
@@ -127,8 +135,8 @@ def turns_of(
 ) -> list[TurnRequest]:
     """Return the turns of a request: turn k is sample k mod `samples` of prompt k // `samples`.
 
-    name: the request's id, which is numbered if there are several turns, or one id for each; and
-    True if the caller chose it. Raises BadRequest for fields that no turn can have.
+    name: the request's id, to which a number is added if there are several turns, or one id for
+    each turn; and True if the caller chose it. Raises BadRequest for fields that no turn can have.
     """
     count = len(prompts) * samples
     given, named = name
@@ -154,13 +162,17 @@ def turns_of(
 
 
 def request_id_of(headers: Mapping[str, str], given: str | None) -> tuple[str, bool]:
-    """Return a request's id, and True if the caller chose it: header, body, else a new one."""
+    """Return a request's id and True if the caller chose it: from the header, else the body's
+    `given`; else a new random id and False.
+    """
     name = header_of(headers, REQUEST_ID_HEADER) or given
     return (name, True) if name else (uuid.uuid4().hex, False)
 
 
 def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
-    """Return the caller's names. Raises BadRequest for an invalid one, and impossible copies."""
+    """Return the names that a request carries (session, group, job) with its hedging and trace.
+    Raises BadRequest for an invalid name or hedging.
+    """
     size, hedges = body.group_size or 0, body.hedges or 0
     origin = Origin(
         session_of(headers, body.session_id),
@@ -186,7 +198,8 @@ def origin_of(headers: Mapping[str, str], body: TurnFields) -> Origin:
 
 
 def session_of(headers: Mapping[str, str], given: str | None) -> str:
-    """Return a request's trajectory, "" for none: header, else field, else another's header.
+    """Return the request's session, the name of its trajectory: from the header, else the field
+    `given`, else a header of another product; "" for none.
 
     Raises BadRequest for an invalid name.
     """
@@ -197,7 +210,9 @@ def session_of(headers: Mapping[str, str], given: str | None) -> str:
 
 
 def job_of(headers: Mapping[str, str], given: str | None) -> str:
-    """Return a request's job, "" for none. Raises BadRequest for an invalid name."""
+    """Return the request's job from its header, else the field `given`; "" for none. Raises
+    BadRequest for an invalid name.
+    """
     return _name(headers.get(JOB_HEADER) or given, "job")
 
 
@@ -211,7 +226,7 @@ def _name(given: str | None, field: str) -> str:
 
 
 def header_of(headers: Mapping[str, str], name: str) -> str | None:
-    """Return a header's text; None if it is not sent. Raises BadRequest for other bytes."""
+    """Return a header's text, None if it is not sent. Raises BadRequest if it is not UTF-8."""
     text = headers.get(name)
     try:
         # The server keeps undecodable bytes as surrogates, which no answer and no log can hold.
@@ -223,7 +238,9 @@ def header_of(headers: Mapping[str, str], name: str) -> str | None:
 
 
 def timeout_of(headers: Mapping[str, str], body_s: float | None) -> float | None:
-    """Return the caller's timeout: the body's field, else the header. Raises BadRequest."""
+    """Return the caller's timeout in seconds: the body's field, else the header; None for none.
+    Raises BadRequest for a header that is not a number.
+    """
     text = header_of(headers, TIMEOUT_HEADER)
     if body_s is not None or text is None:
         return body_s
@@ -234,7 +251,9 @@ def timeout_of(headers: Mapping[str, str], body_s: float | None) -> float | None
 
 
 def resume_of(headers: Mapping[str, str], body_from: int | None) -> tuple[int, bool]:
-    """Return the caller's received tokens, and True if it wants event ids. Raises BadRequest."""
+    """Return the number of tokens that the caller already has, and True if it sent Last-Event-ID
+    and so wants event ids. Raises BadRequest.
+    """
     text = header_of(headers, EVENT_ID_HEADER)
     if text is not None and not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS):
         raise BadRequest(f"{EVENT_ID_HEADER} is a number of tokens, not {text[:40]!r}")
@@ -251,10 +270,10 @@ def resume_of(headers: Mapping[str, str], body_from: int | None) -> tuple[int, b
 
 
 def refuse_unsupported(asked: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
-    """Raise BadRequest for a field that `kind` itself declares and that is not at its default.
+    """Raise BadRequest if a field that `kind` itself declares is not at its default.
 
-    `kind` is a base of the body that has the fields which no replica can honour. Their defaults
-    change nothing, and neither do None and other empty values.
+    `kind` is the base of the body with the fields that no replica can honour. Their defaults change
+    nothing, and neither do None and other empty values.
     """
     for name, neutral in _neutral_values(kind):
         given = getattr(asked, name)
@@ -275,7 +294,9 @@ def _neutral_values(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...
 
 
 def _unread(value: object) -> object:
-    """Decode a field that only has to be empty; a long one is not empty."""
+    """Return the value of a raw JSON field that should be empty, or its bytes if they are too long
+    to be. Raises BadRequest for invalid JSON.
+    """
     if not isinstance(value, msgspec.Raw):
         return value
     data = bytes(value)
@@ -288,7 +309,9 @@ def _unread(value: object) -> object:
 
 
 def check_completions(count: int, most: int, field: str) -> None:
-    """Raise BadRequest for a request of no completions, or of more than `most`."""
+    """Raise BadRequest for a number of completions in one request below 1 or above `most`; `field`
+    is named in the error.
+    """
     if count < 1:
         raise BadRequest(f"{field}: at least 1 completion, got {count}", field)
     if count > most:
@@ -300,14 +323,18 @@ def check_completions(count: int, most: int, field: str) -> None:
 
 
 def check_samples(samples: int, most: int, temperature: float | None) -> None:
-    """Raise BadRequest for a number of samples to a prompt that vLLM refuses."""
+    """Raise BadRequest for a number of samples to a prompt below 1 or above `most`, or for several
+    at temperature 0.
+    """
     check_completions(samples, most, "n")
     if samples > 1 and temperature is not None and temperature < GREEDY_BELOW:
         raise BadRequest(f"n must be 1 at temperature 0, got {samples}: all would be alike", "n")
 
 
 def check_logprobs(given: int | None, name: str) -> None:
-    """Raise BadRequest for alternatives to the sampled token, which no replica reports."""
+    """Raise BadRequest if the field `name` asks for more than one logprob a token: replicas report
+    only the sampled token's.
+    """
     if given is not None and not 0 <= given <= 1:
         raise BadRequest(
             f"{name} is {given}: rollout replicas give the sampled token's logprob only; "
@@ -317,7 +344,7 @@ def check_logprobs(given: int | None, name: str) -> None:
 
 
 def check_prompt_logprobs(asked: int | None, stream: bool | None) -> None:
-    """Raise BadRequest if they would have to be streamed."""
+    """Raise BadRequest if logprobs of the prompt are wanted in a stream."""
     if asked is not None and stream:
         raise BadRequest(
             "`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs"
@@ -325,7 +352,9 @@ def check_prompt_logprobs(asked: int | None, stream: bool | None) -> None:
 
 
 def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Return the strings that end the output; BadRequest for more than can be searched for."""
+    """Return the stop strings of a request as a tuple. Raises BadRequest for too many, too long or
+    empty ones.
+    """
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if len(stops) > MAX_STOPS or sum(map(len, stops)) > MAX_STOP_CHARS or not all(stops):
         raise BadRequest(
@@ -343,9 +372,9 @@ def text_plan(
     skip_special_tokens: bool | None,
     min_tokens: int | None,
 ) -> TextPlan | None:
-    """Return the plan of output as text, None without a tokenizer.
+    """Return the plan by which a turn's output becomes text, None without a tokenizer.
 
-    Raises BadRequest for stops without a tokenizer.
+    Raises BadRequest for stop strings without a tokenizer.
     """
     if stops:
         model.need_codec("a stop string")

@@ -73,14 +73,18 @@ class _SglangSamplingBody(_SglangUnsupportedSampling, gc=False):
         return sampling_of({**structs.asdict(self), **own})
 
     def structured(self) -> StructuredOutputs | None:
-        """Return the output's constraint. Raises BadRequest."""
+        """Return the constraint on the output, None for free text. Raises BadRequest for more than
+        one.
+        """
         if self.json_schema is None and self.regex is None and self.ebnf is None:
             return None
         found = StructuredOutputs(json=self.json_schema, regex=self.regex, grammar=self.ebnf)
         return checked(found, "sampling_params")
 
     def text_plan(self, model: ServedModel) -> TextPlan | None:
-        """Return the plan of output as text. Raises BadRequest for stops without a tokenizer."""
+        """Return the plan by which output becomes text, None without a tokenizer. Raises BadRequest
+        for stop strings without one.
+        """
         stops, special = frontend.stops_of(self.stop), self.skip_special_tokens
         return frontend.text_plan(model, stops, self.no_stop_trim, special, self.min_new_tokens)
 
@@ -111,7 +115,7 @@ _decoder = msgspec.json.Decoder(_SglangBody)
 
 
 class SglangFrontend(ApiFrontend):
-    """Reader of requests; `SglangAnswer` writes."""
+    """Frontend of SGLang's `/generate`: it reads requests; `SglangAnswer` writes the answers."""
 
     path = "/generate"
 
@@ -151,7 +155,9 @@ class SglangFrontend(ApiFrontend):
         return wire.event(wire.encode({"error": fault})) + wire.DONE
 
     async def _prompts(self, asked: _SglangBody) -> tuple[list[list[int]], bool]:
-        """Return the token ids of each prompt, and True if the caller sent a list of prompts."""
+        """Return the token ids of each prompt, and True if the caller sent a list of prompts.
+        Raises BadRequest.
+        """
         if asked.text is None and asked.input_ids is None:
             raise BadRequest("the request has no prompt: send input_ids or text")
         # SGLang prefers the tokens if both are given.
@@ -173,7 +179,9 @@ class SglangFrontend(ApiFrontend):
 def _name_of(
     rid: str | list[str] | None, headers: Mapping[str, str], count: int
 ) -> tuple[str | list[str], bool]:
-    """Return the request's id, or one for each prompt, and True if the caller chose it."""
+    """Return the request's id, or one id for each prompt, and True if the caller chose it. Raises
+    BadRequest.
+    """
     if not isinstance(rid, list):
         return frontend.request_id_of(headers, rid)
     if len(rid) != count or not all(rid):
@@ -182,7 +190,7 @@ def _name_of(
 
 
 class SglangAnswer(wire.ApiResponse):
-    """Writer of one request's turns."""
+    """Writer of an answer in SGLang's form, whole or streamed."""
 
     def __init__(self, names: list[str], logprobs: bool, batch: bool) -> None:
         super().__init__(None, 0)
@@ -191,15 +199,19 @@ class SglangAnswer(wire.ApiResponse):
         self._batch = batch
 
     async def prepare(self, streams: Sequence[TokenStream]) -> None:
-        """Do nothing: no work is slow."""
+        """Do nothing: `whole` encodes all turns at once."""
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return the body of a 200: an object, or a list of them for a list of prompts."""
+        """Return the JSON body of the whole answer: one object, or a list of them for a list of
+        prompts.
+        """
         answers = [self._output(k, stream, len(stream.tokens)) for k, stream in enumerate(streams)]
         return wire.encode(answers if self._batch else answers[0])
 
     def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
-        """Return the event with the output so far."""
+        """Return the server-sent event with the turn's whole output up to token `end`; SGLang
+        repeats it in each event.
+        """
         del start
         return wire.event(wire.encode(self._output(index, stream, end)))
 

@@ -20,7 +20,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 class StructuredBody(msgspec.Struct, gc=False, forbid_unknown_fields=True):
-    """vLLM's `structured_outputs`."""
+    """Request field `structured_outputs`, in vLLM's form."""
 
     json: msgspec.Raw = NOTHING
     regex: str | None = None
@@ -39,7 +39,9 @@ class _Schema(msgspec.Struct, gc=False):
 
 
 class FormatBody(msgspec.Struct, gc=False):
-    """OpenAI's `response_format`; a structural tag has other parts, which engines parse."""
+    """Request field `response_format`, in OpenAI's form; a structural tag has other parts, which
+    engines parse.
+    """
 
     type: str | None = None
     json_schema: _Schema | None = None
@@ -50,9 +52,11 @@ def structured_of(
     form: msgspec.Raw,
     guided: Mapping[str, msgspec.Raw] | None = None,
 ) -> StructuredOutputs | None:
-    """Return the output's constraint; None for free text. Raises BadRequest for two, or a bad one.
+    """Return the constraint on the output, None for free text. Raises BadRequest for two
+    constraints or an invalid one.
 
-    form: `response_format`. guided: the older fields, by the part of the name after `guided_`.
+    form: `response_format`. guided: the older `guided_*` fields, by the part of the name after
+    `guided_`.
     """
     wishes = [
         _of_vllm(asked),
@@ -117,7 +121,9 @@ def _of_guided(kind: str, raw: msgspec.Raw) -> StructuredOutputs | None:
 
 
 def checked(found: StructuredOutputs, field: str) -> StructuredOutputs:
-    """Return the constraint. Raises BadRequest unless it is one of a bounded size."""
+    """Return the constraint `found`. Raises BadRequest, which names `field`, unless exactly one
+    kind is set and its text is at most MAX_CHARS long.
+    """
     given = [kind for kind in KINDS if getattr(found, kind)]
     if len(given) != 1:
         raise BadRequest(f"{field}: send exactly one of {', '.join(KINDS)}", field)
@@ -129,7 +135,9 @@ def checked(found: StructuredOutputs, field: str) -> StructuredOutputs:
 
 
 def _text(raw: msgspec.Raw, field: str) -> str | None:
-    """Return JSON as text, whether it was sent as an object or as text."""
+    """Return a JSON value as JSON text, None for null; a value that is a string is returned as that
+    string. Raises BadRequest.
+    """
     if bytes(raw) == b"null":
         return None
     try:

@@ -34,7 +34,9 @@ _decode_detokenize = msgspec.json.Decoder(_DetokenizeBody)
 
 
 async def tokenize(model: ServedModel, body: bytes) -> bytes:
-    """Return the token ids of a prompt or a conversation. Raises TurnError."""
+    """Return the JSON answer to `/tokenize`: token ids of a prompt or conversation, their count,
+    and their text if asked for. Raises TurnError.
+    """
     asked = read_json(_decode_tokenize, body)
     model.check_name(asked.model)
     codec = model.need_codec("/tokenize")
@@ -68,7 +70,7 @@ async def tokenize(model: ServedModel, body: bytes) -> bytes:
 
 
 async def detokenize(model: ServedModel, body: bytes) -> bytes:
-    """Return the text of token ids. Raises TurnError."""
+    """Return the JSON answer to `/detokenize`: the text of token ids. Raises TurnError."""
     asked = read_json(_decode_detokenize, body)
     model.check_name(asked.model)
     codec = model.need_codec("/detokenize")

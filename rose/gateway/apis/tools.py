@@ -27,7 +27,7 @@ class _Tool(msgspec.Struct, gc=False):
 
 
 class ToolChoice(msgspec.Struct, gc=False):
-    """OpenAI's `tool_choice` when it names a function."""
+    """Request field `tool_choice` in OpenAI's form, when it names a function."""
 
     type: str = "function"
 
@@ -38,7 +38,9 @@ _decode = msgspec.json.Decoder(list[_Tool]).decode
 def checked_tools(
     model: ServedModel, tools: msgspec.Raw, choice: str | ToolChoice | None
 ) -> bytes | None:
-    """Return the tools in JSON; None for none. Raises BadRequest for unsupported ones."""
+    """Return the JSON of the request's tools, None if it has none. Raises BadRequest for tools or a
+    `tool_choice` that the gateway does not support.
+    """
     data = bytes(tools)
     if data == b"null":
         if choice not in (None, "none", "auto"):
@@ -67,20 +69,23 @@ def checked_tools(
 
 
 class FoundTools(msgspec.Struct, gc=False):
-    """An output with its calls: the text beside them, null if there is none."""
+    """Tool calls of one output, and the text beside them, None if there is none."""
 
     content: str | None
     calls: list[dict[str, object]]
 
     def deltas(self) -> list[dict[str, object]]:
-        """Return the calls, for a stream."""
+        """Return the tool calls as a stream's deltas, each with its index."""
         return [{"index": index, **call} for index, call in enumerate(self.calls)]
 
 
 async def found_tools(
     model: ServedModel, tools: bytes, name: str, index: int, stream: TokenStream
 ) -> FoundTools:
-    """Return the calls in a whole output; `name` and `index` identify it. Raises TurnError."""
+    """Return the tool calls that the model's parser finds in a finished output. Raises TurnError.
+
+    name, index: request id and choice, from which the ids of the calls are made.
+    """
     tokens = stream.tokens
     stop = stream.stop_reason
     if stream.finish_reason == "stop" and not isinstance(stop, str):
@@ -99,7 +104,9 @@ async def found_tools(
 
 
 def _call(name: str, index: int, number: int, call: FoundCall) -> dict[str, object]:
-    """Return a tool call in OpenAI's form; its id is equal each time the turn is requested."""
+    """Return a tool call in OpenAI's form; its id is a hash, equal each time that the turn is
+    requested.
+    """
     drawn = hashlib.blake2b(f"{name}\n{index}\n{number}".encode(), digest_size=12).hexdigest()
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{drawn}", "type": "function", "function": function}

@@ -87,7 +87,9 @@ _decoder = msgspec.json.Decoder(_VllmBody)
 
 
 class VllmFrontend(ApiFrontend):
-    """Reader of requests; `VllmAnswer` writes."""
+    """Frontend of vLLM's `/inference/v1/generate`: it reads requests; `VllmAnswer` writes the
+    answers.
+    """
 
     path = GENERATE
 
@@ -184,7 +186,7 @@ class _LastChunk(_VllmChunk, gc=False, kw_only=True):
 
 
 class VllmAnswer(wire.ApiResponse):
-    """Writer of one request's turns.
+    """Writer of a token answer in vLLM's form, whole or streamed.
 
     With several samples `versions` and `segments` are the first's; each choice has its own
     `weight_versions`.

@@ -20,7 +20,7 @@ STEP_TOKENS, TURN_TOKENS = 4_096, 16
 
 
 class ShortUsage(msgspec.Struct, gc=False):
-    """Token counts without null fields, as vLLM writes them."""
+    """Token counts of an answer, without null fields, as vLLM writes them."""
 
     prompt_tokens: int
     total_tokens: int
@@ -28,30 +28,34 @@ class ShortUsage(msgspec.Struct, gc=False):
 
 
 class TokenUsage(ShortUsage, gc=False):
-    """Token counts, in OpenAI's form."""
+    """Token counts of an answer, with the null fields of OpenAI's form."""
 
     prompt_tokens_details: None = None
     completion_tokens_details: None = None
 
 
 class StreamOptions(msgspec.Struct, gc=False):
-    """Events of a stream that have token counts."""
+    """Request field `stream_options`: which events of a stream carry token counts."""
 
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
 
 
 class ApiResponse:
-    """Writer of one request's turns in the form of one API; the defaults are vLLM's."""
+    """Writer of one request's answer, whole or streamed, in the form of one API; the defaults are
+    vLLM's.
+    """
 
     def __init__(self, options: StreamOptions | None, prompt_tokens: int) -> None:
-        """prompt_tokens: of all prompts, each counted once."""
+        """prompt_tokens: number of tokens of all prompts, each prompt counted once."""
         self._options = options or StreamOptions()
         self._prompt_tokens = prompt_tokens
         self._choices: list[msgspec.Raw] = []
 
     async def prepare(self, streams: Sequence[TokenStream]) -> None:
-        """Write each turn's choice, in steps between which others run. Raises TurnError."""
+        """Encode the choice of each finished turn for `whole`, letting other tasks run in between.
+        Raises TurnError.
+        """
         step_tokens = 0
         for index, stream in enumerate(streams):
             step_tokens += TURN_TOKENS + len(stream.tokens)
@@ -61,78 +65,88 @@ class ApiResponse:
             self._choices.append(msgspec.Raw(encode(self.choice(index, stream))))
 
     def choice(self, index: int, stream: TokenStream) -> object:
-        """Return the choice of a turn that is over."""
+        """Return the choice object of finished turn `index`, to be encoded as JSON."""
         raise NotImplementedError
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return the body of a 200, all turns being over."""
+        """Return the JSON body of the whole answer, after `prepare`; all turns are over."""
         raise NotImplementedError
 
     def begin(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return the start of a stream; may be empty."""
+        """Return the first bytes of a stream; may be empty."""
         del streams
         return b""
 
     def part(self, index: int, stream: TokenStream, start: int, end: int) -> bytes:
-        """Return the event with tokens [start, end) of turn `index`; the last one at its end."""
+        """Return the server-sent event with tokens [start, end) of turn `index`; the event at the
+        turn's end has its finish reason.
+        """
         raise NotImplementedError
 
     def close(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return the end of a stream, with the token counts if they were requested."""
+        """Return the last bytes of a stream: token counts if they were requested, then `[DONE]`."""
         if not self._options.include_usage:
             return DONE
         return event(encode(self.counts(streams[0], ShortUsage(*self.usage(streams))))) + DONE
 
     def counts(self, stream: TokenStream, usage: ShortUsage) -> object:
-        """Return the event of a stream's token counts."""
+        """Return the payload of the event with a stream's token counts."""
         raise NotImplementedError
 
     def usage(self, streams: Sequence[TokenStream]) -> tuple[int, int, int]:
-        """Return prompt, total and completion tokens of all turns."""
+        """Return the numbers of (prompt, total, completion) tokens of all turns."""
         completion = sum(len(stream.tokens) for stream in streams)
         return self._prompt_tokens, self._prompt_tokens + completion, completion
 
     def usage_so_far(self, stream: TokenStream, end: int) -> tuple[int, int, int] | None:
-        """Return one turn's counts at its token `end`, if each event is to have them."""
+        """Return (prompt, total, completion) tokens of one turn up to its token `end`; None unless
+        each event is to have them.
+        """
         if not (self._options.include_usage and self._options.continuous_usage_stats):
             return None
         return stream.prompt_tokens, stream.prompt_tokens + end, end
 
 
 def is_over(stream: TokenStream, end: int) -> bool:
-    """Return True if the event up to token `end` is the last one of a whole turn."""
+    """Return True if the event that ends with token `end` is the last one of a whole turn."""
     return stream.finish_reason is not None and end == len(stream.tokens)
 
 
 def text_between(stream: TokenStream, start: int, end: int, over: bool) -> str:
-    """Return the output text that tokens [start, end) settle; empty without a tokenizer."""
+    """Return the text that becomes final with tokens [start, end) of the output; "" without a
+    tokenizer. `over`: True in the turn's last event.
+    """
     track = stream.text
     return "" if track is None else track.text[track.shown(start, False) : track.shown(end, over)]
 
 
 def clean(text: str) -> str:
-    """Return text that JSON can hold, whatever bytes of a caller or a replica are in it."""
+    """Return the text with lone surrogates replaced, so that it can be encoded as UTF-8 JSON."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def vllm_error(error: TurnError) -> bytes:
-    """Return the body of an error answer in vLLM's form."""
+    """Return the JSON body of an error in vLLM's form."""
     fault = GatewayFault(clean(str(error)), error.kind, error.param, error.status)
     return encode(GatewayRefusal(fault))
 
 
 def error_body(status: int, line: str) -> bytes:
-    """Return the body, in vLLM's shape, of an answer to what is not handed to a route."""
+    """Return the JSON body, in vLLM's form, for an HTTP request that is refused with `status`
+    before it reaches a route.
+    """
     return vllm_error((NoReplica if status == NoReplica.status else BadRequest)(line))
 
 
 def event(payload: bytes) -> bytes:
-    """Return one server-sent event."""
+    """Return the payload as one server-sent event."""
     return b"data: " + payload + b"\n\n"
 
 
 def finite(logprobs: Sequence[float]) -> Sequence[float]:
-    """Return logprobs that JSON can hold."""
+    """Return logprobs that JSON can hold: NaN and values below LOWEST_LOGPROB become
+    LOWEST_LOGPROB.
+    """
     # Nearly all of them are finite, which two passes in C find out.
     if not logprobs or (min(logprobs) >= LOWEST_LOGPROB and not math.isnan(sum(logprobs))):
         return logprobs
@@ -140,7 +154,7 @@ def finite(logprobs: Sequence[float]) -> Sequence[float]:
 
 
 class PlaceLogprob(msgspec.Struct, gc=False):
-    """One token at a place of a prompt in vLLM's form; without its text, as with ids alone."""
+    """Logprob of one token at a position of the prompt, in vLLM's form; its text is left out."""
 
     logprob: float
     rank: int | None = None
@@ -151,7 +165,9 @@ PromptPlaces = list[dict[int, PlaceLogprob] | None]
 
 
 def prompt_places(stream: TokenStream) -> PromptPlaces | None:
-    """Return the logprobs of a turn's prompt in vLLM's form; None if they were not requested."""
+    """Return the prompt's logprobs in vLLM's form: for each position a dict by token id, or None;
+    None if they were not requested.
+    """
     if stream.prompt_logprobs is None:
         return None
     return [

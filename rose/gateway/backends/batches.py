@@ -49,15 +49,17 @@ _BROKEN_LINES = (BackendError, msgspec.MsgspecError, UnicodeError, RecursionErro
 
 
 class TurnReceiver(ResponseReceiver, Protocol):
-    """Receiver of one turn: of the bytes of its own answer, or of its lines in a batch's."""
+    """Interface of the receiver of one turn's answer: of its bytes if it is requested alone, of its
+    lines in a batch.
+    """
 
     def lines(self, lines: Sequence[StreamLine]) -> None:
-        """Take more lines."""
+        """Process the next lines of the turn."""
         ...
 
 
 class BatchedTurn:
-    """One turn's place in a batch; `leave` it in the end, like a connection."""
+    """One turn of a batch, in place of a connection; call `leave` in the end."""
 
     __slots__ = ("_alone", "_batch", "body", "over", "path", "place", "receiver")
 
@@ -72,7 +74,9 @@ class BatchedTurn:
         self.over = False
 
     def leave(self, receiver: TurnReceiver, rest_s: float = 0.0) -> None:
-        """Cancel the turn for its receiver."""
+        """Stop delivering to the receiver, and cancel the turn at the replica unless it has
+        ended.
+        """
         self.receiver = None
         alone, self._alone = self._alone, None
         if alone is not None:
@@ -82,7 +86,9 @@ class BatchedTurn:
             self._batch.left(self)
 
     def give(self, lines: Sequence[StreamLine]) -> None:
-        """Pass lines of this turn; its last one says how it ends."""
+        """Pass lines of this turn to its receiver; a line with a finish reason marks the turn as
+        over.
+        """
         if self.receiver is None:
             return
         receiver = self.receiver
@@ -91,7 +97,9 @@ class BatchedTurn:
         receiver.lines(lines)
 
     def end(self, error: Exception | None, status: int = OK, fault: bytes = b"") -> None:
-        """End the turn: its answer broke off, or was refused."""
+        """End the turn without a last line: pass the error of the connection, or the HTTP status
+        and body of a refusal, to its receiver.
+        """
         receiver, self.receiver, self.over = self.receiver, None, True
         if receiver is None:
             return
@@ -101,7 +109,7 @@ class BatchedTurn:
         receiver.ended(error)
 
     async def ask_alone(self, upstream: Upstream, url: str) -> None:
-        """Request this turn alone."""
+        """Send this turn in a request of its own, if its receiver still waits."""
         receiver = self.receiver
         if receiver is None:
             return
@@ -117,7 +125,9 @@ class BatchedTurn:
 
 
 class BatchCollector:
-    """Collector of turns by their replica's URL; a batch has at most `most` of them."""
+    """Collector that joins turns for one replica, which begin in the same step of the event loop,
+    into one request of at most `most` turns.
+    """
 
     def __init__(self, upstream: Upstream, most: int) -> None:
         self._upstream = upstream
@@ -126,9 +136,11 @@ class BatchCollector:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def join(self, url: str, path: str, body: bytes, receiver: TurnReceiver) -> BatchedTurn:
-        """Add a turn, to be requested as if alone at `path`; it cannot fail here.
+        """Add a turn to the batch for the replica at `url` and return its handle; the batch is sent
+        at the end of this step.
 
-        receiver: gets everything, also a failed connection.
+        path: route at which the turn would be requested alone. receiver: is told everything, also
+        that the connection failed.
         """
         batch = self._gathering.get(url)
         if batch is None or not batch.takes(body, self.most):
@@ -137,7 +149,7 @@ class BatchCollector:
         return batch.add(BatchedTurn(batch, path, body, receiver))
 
     def run(self, work: "asyncio.Task[None]") -> None:
-        """Keep a task until it is over."""
+        """Keep a reference to a task until it is done, so that it is not garbage collected."""
         self._tasks.add(work)
         work.add_done_callback(self._tasks.discard)
 
@@ -148,7 +160,7 @@ class BatchCollector:
 
 
 class _Batch:
-    """One request of several turns, and the receiver of its answer."""
+    """One request with several turns, and the receiver of its answer."""
 
     def __init__(self, batches: BatchCollector, upstream: Upstream, url: str) -> None:
         self._batches = batches
@@ -166,7 +178,7 @@ class _Batch:
         self.url = url
 
     def takes(self, body: bytes, most: int) -> bool:
-        """Return True if there is room for one more."""
+        """Return True if the batch has room for one more turn with this body."""
         return len(self._seats) < most and self._bytes + len(body) <= MAX_BATCH_BYTES
 
     def add(self, seat: BatchedTurn) -> BatchedTurn:
@@ -175,7 +187,7 @@ class _Batch:
         return seat
 
     def left(self, seat: BatchedTurn) -> None:
-        """Cancel a turn that has not ended."""
+        """Tell the replica, at the end of this step, that a turn is cancelled."""
         self._left_early = True
         if self._connection is None:
             return
@@ -185,7 +197,9 @@ class _Batch:
         self._leaving.append(seat.place)
 
     async def send(self) -> None:
-        """Request all turns that are still wanted."""
+        """Send one request with all turns that are still wanted, or a plain request if only
+        one is.
+        """
         self._seats = [seat for seat in self._seats if not seat.over]
         if len(self._seats) < 2:
             await self._ask_alone()
@@ -235,7 +249,9 @@ class _Batch:
     # ----
 
     def _give(self, found: Sequence[BatchLine]) -> None:
-        """Pass lines to their turns, those of one turn at once."""
+        """Pass lines to their turns, all lines of one turn at once. Raises BackendError for a line
+        of an unknown turn.
+        """
         lines: dict[int, list[StreamLine]] = {}
         for each in found:
             if each.turn >= len(self._seats):
@@ -253,7 +269,7 @@ class _Batch:
             self._seats = []
 
     def _end(self, error: Exception | None) -> None:
-        """End every turn that is not over."""
+        """End every turn that is not over, with this error or the answer's refusal."""
         status = self._status or OK
         seats, self._seats = self._seats, []
         for seat in seats:
@@ -265,7 +281,9 @@ class _Batch:
         await asyncio.gather(*[seat.ask_alone(self._upstream, self.url) for seat in seats])
 
     def _let_go(self) -> None:
-        """Hang up after the last turn left, else send the ones that left."""
+        """Close the connection if the last turn was cancelled, else send the replica the list of
+        cancelled turns.
+        """
         if self._connection is None:
             return
         if all(seat.over for seat in self._seats):

@@ -18,28 +18,34 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class UpstreamError(ConnectionError):
-    """A replica's connection broke, or the received bytes are not HTTP."""
+    """Error raised when a replica's connection broke, its address is invalid, or it does not speak
+    HTTP.
+    """
 
 
 class ResponseReceiver(Protocol):
-    """Receiver of one answer. Its methods must not wait."""
+    """Interface of the receiver of one HTTP response; its methods must not block."""
 
     def status(self, code: int) -> None:
-        """Take the head of the answer; called once, before any body."""
+        """Process the status code of the response; called once, before any body."""
         ...
 
     def body(self, data: bytes) -> None:
-        """Take more of the body."""
+        """Process the next bytes of the response's body."""
         ...
 
     def ended(self, error: Exception | None) -> None:
-        """Take the end: complete, or with the `error` that broke it off; called once, at last."""
+        """Process the end of the response, complete or broken off by `error`; called once,
+        at last.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Target of a URL: the key of its kept connections, and its requests' first lines."""
+    """Address that a URL names: the key of its kept connections, and the first lines of its
+    requests.
+    """
 
     host: str
     port: int
@@ -48,13 +54,15 @@ class Target:
 
     @property
     def key(self) -> tuple[str, int, bool]:
-        """Equal for URLs that may share connections."""
+        """Host, port and TLS; equal for URLs that may share connections."""
         return self.host, self.port, self.tls
 
 
 @lru_cache(maxsize=4_096)
 def target_of(url: str) -> Target:
-    """Return a replica URL's target. Raises UpstreamError for an invalid one."""
+    """Return the address that a replica's URL names; results are cached. Raises UpstreamError for
+    an invalid one.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port or _PORTS[parts.scheme]
@@ -71,7 +79,7 @@ def target_of(url: str) -> Target:
 
 
 class _Nobody:
-    """Receiver of the rest of an answer that is not needed."""
+    """Receiver that ignores the rest of a response that is not needed."""
 
     def status(self, code: int) -> None:
         """Do nothing."""
@@ -87,12 +95,14 @@ NOBODY = _Nobody()
 
 
 class UpstreamConnection(HttpConnection[ResponseReceiver]):
-    """One connection to a replica."""
+    """One HTTP connection to a replica."""
 
     def leave(self, receiver: ResponseReceiver, rest_s: float = 0.0) -> None:
-        """Cancel the receiver; the rest of its answer may take `rest_s`, or is dropped.
+        """Stop delivering to the receiver: close the connection, or read the rest of the response
+        for up to `rest_s` seconds and keep it.
 
-        Nothing happens if its answer was complete: the connection may be another's by now.
+        Nothing happens if its response was complete: the connection may be another receiver's by
+        now.
         """
         if self._receiver is not receiver:
             return
@@ -121,29 +131,32 @@ class UpstreamConnection(HttpConnection[ResponseReceiver]):
 
 
 class ClusterTls:
-    """TLS between a gateway and nodes' proxies: both show certificates of one cluster.
+    """TLS settings of connections from a gateway to nodes' proxies: both sides show certificates of
+    one cluster.
 
-    A node's role is verified and not its dialled address, as everywhere in a cluster. Each
-    connection uses the newest files.
+    The server's role is verified, not its address, as everywhere in a cluster. Each connection uses
+    the newest certificate files.
     """
 
     def __init__(self, certificates: CertificateFiles) -> None:
-        """Raises ConfigError for files that cannot be used."""
+        """Raise ConfigError for certificate files that cannot be used."""
         self._files = certificates
         self._shown = certificates.material()
         self._context = certificates.client_context()
         self._name = server_name(Role.NODE, certificates.identity.cluster)
 
     def __call__(self) -> tuple[ssl.SSLContext, str]:
-        """Return the context of a new connection, and the name that its server has to prove."""
+        """Return the TLS context of a new connection, and the name that the server's certificate
+        must have; changed files are read again.
+        """
         self._shown = self._files.refresh(self._context, self._shown)
         return self._context, self._name
 
 
 class Upstream:
-    """Connections to all replicas; the router's caps bound them. End with `close`.
+    """Pool of HTTP connections to all replicas, without a limit of its own. End with `close`.
 
-    tls: of `https` addresses, if they are nodes of a cluster; None uses the system's CAs.
+    tls: TLS settings of `https` addresses that are nodes of a cluster; None uses the system's CAs.
     """
 
     def __init__(self, tls: ClusterTls | None = None) -> None:
@@ -155,10 +168,11 @@ class Upstream:
     async def post(
         self, url: str, body: bytes, receiver: ResponseReceiver, more_head: bytes = b""
     ) -> UpstreamConnection:
-        """Send a request with a JSON body; `leave` the connection in the end.
+        """Send a POST request with a JSON body and return its connection; call the connection's
+        `leave` in the end.
 
-        more_head: further lines of its head, each with its end.
-        Raises OSError if there is no connection soon, or the host is invalid.
+        receiver: gets the response. more_head: further header lines, each with its line end. Raises
+        OSError if no connection can be made soon, or the URL is invalid.
         """
         target = target_of(url)
         connection = self._pool.take(target.key) or await self._connect(target)
@@ -167,7 +181,7 @@ class Upstream:
         return connection
 
     def close(self) -> None:
-        """Hang up every idle connection."""
+        """Close every idle connection."""
         self._pool.close()
 
     async def _connect(self, target: Target) -> UpstreamConnection:

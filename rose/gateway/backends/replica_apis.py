@@ -43,11 +43,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 class BackendError(RoseError):
-    """A replica's stream is not in its API's shape."""
+    """Error raised when a replica's answer does not have its API's shape."""
 
 
 class Lines:
-    """Splitter of a stream at newlines; a line longer than `max_bytes` is an error."""
+    """Splitter of a byte stream into lines, which keeps an unfinished line for the next call."""
 
     __slots__ = ("_max_bytes", "_rest")
 
@@ -56,7 +56,9 @@ class Lines:
         self._rest = b""
 
     def split(self, data: bytes) -> list[bytes]:
-        """Return whole lines without their ends. Raises BackendError."""
+        """Return the lines that `data` completes, without line ends. Raises BackendError for a line
+        above `max_bytes`.
+        """
         lines = (self._rest + data if self._rest else data).split(b"\n")
         self._rest = lines.pop()
         if len(self._rest) > self._max_bytes:
@@ -64,13 +66,17 @@ class Lines:
         return lines
 
     def events(self, data: bytes) -> list[bytes]:
-        """Return the payloads of whole server-sent `data:` lines, without `[DONE]`."""
+        """Return the payloads of the server-sent `data:` lines that `data` completes, without
+        `[DONE]`. Raises BackendError.
+        """
         found = [line[5:].strip() for line in self.split(data) if line.startswith(b"data:")]
         return [payload for payload in found if payload != b"[DONE]"]
 
 
 class AnswerReader:
-    """Reader of one stream of bytes: `split` finds its records, `line_of` decodes each."""
+    """Decoder of one replica's answer: `split` cuts its bytes into records, `line_of` decodes each
+    into a StreamLine.
+    """
 
     __slots__ = ("_line_of", "_split")
 
@@ -81,25 +87,30 @@ class AnswerReader:
         self._line_of = line_of
 
     def feed(self, data: bytes) -> list[StreamLine]:
-        """Return lines completed by `data`. Raises BackendError or msgspec.MsgspecError."""
+        """Return the StreamLines of the records that `data` completes. Raises BackendError,
+        msgspec.MsgspecError, or BadRequest if the replica reports a fault of the request.
+        """
         return [self._line_of(record) for record in self._split(data) if record]
 
 
 class ReplicaBackend(Protocol):
-    """One replica API; it keeps no state of its own.
+    """Interface of one replica API: it encodes requests and gives readers of answers; it keeps no
+    state.
 
-    batches: True if it has a route for several turns at once. path: of a turn's request.
+    batches: True if the API has a route for several turns at once. path: route of a turn's request.
     """
 
     batches: bool
     path: str
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """Return the request that continues a turn. Raises BadRequest for unsupported fields."""
+        """Return the JSON body of the request that continues a turn. Raises BadRequest for fields
+        that the API lacks.
+        """
         ...
 
     def reader(self) -> AnswerReader:
-        """Return a reader for one new stream."""
+        """Return a reader for one new answer."""
         ...
 
 
@@ -115,7 +126,7 @@ _decode_fault = msgspec.json.Decoder(_Fault).decode
 
 
 def error_line(raw: msgspec.Raw) -> StreamLine:
-    """Return the last line of a stream that ends with the error object of OpenAI's API.
+    """Return the last line of an answer that ends with the error object of OpenAI's API.
 
     Raises BadRequest if the error is the caller's.
     """
@@ -125,7 +136,7 @@ def error_line(raw: msgspec.Raw) -> StreamLine:
 
 
 def refuse(code: int | str | None, message: str | None, param: str | None = None) -> None:
-    """Raise BadRequest for a status that means that the request itself is wrong."""
+    """Raise BadRequest if the status is a 4xx code that means that the request itself is wrong."""
     if isinstance(code, int) and 400 <= code < 500 and code not in _OWN_FAULTS:
         raise BadRequest(f"refuses the turn: {message or code}", param)
 
@@ -136,7 +147,7 @@ _decode_line = msgspec.json.Decoder(StreamLine).decode
 
 
 class RoseBackend:
-    """Tokens in, stamped tokens out."""
+    """API of ROSE's own replica endpoint: token ids in, tokens with policy versions out."""
 
     batches = True
     path = GENERATE
@@ -179,13 +190,15 @@ _decode_vllm = msgspec.json.Decoder(_VllmEvent).decode
 
 
 class VllmBackend:
-    """Tokens in, tokens out."""
+    """API of a stock vLLM: token ids in, tokens without policy versions out."""
 
     batches = False
     path = "/v1/completions"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """Raises BadRequest for what vLLM does not do in a stream."""
+        """Return the JSON body of the request. Raises BadRequest for prompt logprobs, which vLLM
+        does not stream.
+        """
         if request.sampling.prompt_logprobs is not None:
             raise BadRequest(
                 "prompt_logprobs: a stock vLLM replica gives none in a stream; use one of ROSE",
@@ -252,13 +265,15 @@ _decode_sglang = msgspec.json.Decoder(_SglangEvent).decode
 
 
 class SglangBackend:
-    """Tokens in, tokens out."""
+    """API of a stock SGLang: token ids in, tokens without policy versions out."""
 
     batches = False
     path = "/generate"
 
     def encode(self, request: TurnRequest, attempt: Attempt) -> bytes:
-        """Raises BadRequest for fields that SGLang has no parameter for."""
+        """Return the JSON body of the request. Raises BadRequest for fields that SGLang has no
+        parameter for.
+        """
         rest = request.sampling.rest(attempt.max_tokens)
         _refuse_for_sglang(request.sampling)
         wish = rest.structured_outputs or StructuredOutputs()
@@ -321,7 +336,9 @@ def _refuse_for_sglang(asked: Sampling) -> None:
 
 
 class _SglangOutput:
-    """Output of one turn, as far as its events were read."""
+    """Decoder of one turn's events, which counts the tokens that were read, since events may repeat
+    them.
+    """
 
     __slots__ = ("_seen",)
 

@@ -80,7 +80,9 @@ class HedgedAttempts(TurnAttempts):
         return self._turn.won_by(self) and super().deliver()
 
     def goes_on(self) -> bool:
-        """Return True if this copy is tried again after a failure: only if no other copy runs."""
+        """Record that this copy failed, and return True if it is tried again: only if no other copy
+        runs.
+        """
         return self._turn.failed(self.number)
 
 
