@@ -42,8 +42,8 @@ class Delivery:
         stats: GatewayStats,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """headers: further headers of the answer. slow_reader_s: seconds after which a reader that
-        takes nothing is disconnected.
+        """Prepare the response with these further headers; a reader that takes nothing for
+        `slow_reader_s` seconds is disconnected.
         """
         self._http = http
         self._slow_reader_s = slow_reader_s

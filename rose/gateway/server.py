@@ -68,8 +68,8 @@ class GatewayServer:
         authenticator: Authenticator | None = None,
         spans: Spans = NO_SPANS,
     ) -> None:
-        """health: returns the process's health now. authenticator: decides who may call; None
-        admits all.
+        """Create routes and turns. `health` returns the process's health now; `authenticator`
+        decides who may call, None admits all.
         """
         self._dispatcher = dispatcher
         self._settings = settings = dispatcher.settings

@@ -70,8 +70,8 @@ class Host:
         latencies: JsonlLog,
         right: HeldLock,
     ) -> None:
-        """right: lock that allows this daemon alone to write grants on the page; `close` releases
-        it.
+        """Keep the page and `right`, the lock that allows this daemon alone to write grants on it,
+        until `close`.
         """
         targets = config.ttft_target_s, config.tpot_target_s
         self.config = config
@@ -225,9 +225,7 @@ class HostProcess:
     """
 
     def __init__(self, pid: int | None) -> None:
-        """pid: process id of the host's first process, whose start time is read now; None if it is
-        not known.
-        """
+        """Read the start time of the host's first process, `pid`; None if it is not known."""
         self._pid = pid
         self._identity = None if pid is None else ProcessIdentity.of(pid)
         self._own_namespace = pid_namespace()
@@ -305,8 +303,8 @@ class HostWatch:
         cursor: Cursor = START,
         host: str = "",
     ) -> None:
-        """cursor: position in the ring of the first record to read; an earlier daemon has read
-        those before it. host: name of the host that each log line carries, "" leaves it out.
+        """Begin to read at `cursor`: an earlier daemon has read the records before it. `host`: name
+        of the host that each log line carries, "" leaves it out.
         """
         self._named = {"host": host} if host else {}
         self._on_record = on_record

@@ -33,30 +33,30 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 class AnswerSink(Protocol):
-    """Receiver of an answer. Its methods must not wait."""
+    """Interface of the receiver of an engine's answer; its methods must not block."""
 
     def answer(self, data: bytes) -> None:
-        """Take more of the answer."""
+        """Process the next bytes of the answer."""
 
     def answered(self, *, last: bool) -> None:
-        """Take the end of the answer. last: the answer itself ends the connection."""
+        """Process the end of the answer; `last`: the answer itself ends the connection."""
 
     def broken(self) -> None:
-        """Take the news that the answer breaks off here."""
+        """Handle an answer that broke off before its end."""
 
     def hold(self, held: bool) -> None:
-        """Pause the request while the engine's socket is full, or resume it."""
+        """Stop reading the request while the engine's socket is full (`held`), or read on."""
 
 
 class EngineConnection(HttpConnection[AnswerSink]):
-    """One connection to an engine."""
+    """One HTTP connection of the proxy to an engine on loopback."""
 
     # An engine's server hangs up after 5 s without a request, and may be about to.
     idle_s = 3.0
     most_idle = 256
 
     def hold(self, held: bool) -> None:
-        """Pause the answer while the caller's socket is full, or resume it."""
+        """Stop reading the answer while the caller's socket is full (`held`), or read on."""
         if self._transport is None or self._transport.is_closing():
             return
         if held:
@@ -83,14 +83,16 @@ class EngineConnection(HttpConnection[AnswerSink]):
 
 
 class LoopbackPool(HttpPool[int, EngineConnection]):
-    """Kept connections by the port of their engine."""
+    """Pool of kept connections to engines, by the engine's port."""
 
     def __init__(self) -> None:
         super().__init__(EngineConnection)
 
 
 def bounded() -> Connections:
-    """Return the most connections of a proxy that leave each an engine's."""
+    """Return a register of callers' connections with a limit low enough that each of them can have
+    a connection to an engine.
+    """
     most = min(MOST, connections_allowed())
     limits = LimitLog(warn, time.monotonic)
     return Connections(most, HEAD_S, limits, time.monotonic, idle_s=IDLE_S)
@@ -98,11 +100,11 @@ def bounded() -> Connections:
 
 @dataclass(slots=True)
 class Door:
-    """State that all callers' connections share.
+    """Settings and state that all callers' connections of a proxy share.
 
-    ports: of the engines, by their replicas' names. own: certificate of this node; None admits
-    callers without one. wall_s: Unix seconds. on_refused: called with the refused caller and the
-    reason.
+    ports: port of each engine by its replica's name. own: certificate identity of this node; None
+    admits callers without a certificate. wall_s: returns Unix seconds. on_refused: called with a
+    refused caller's address and the reason.
     """
 
     ports: Mapping[bytes, int]
@@ -113,7 +115,9 @@ class Door:
     engines: LoopbackPool = field(default_factory=LoopbackPool)
 
     def check(self, peer: Peer | None) -> None:
-        """Raise PassRefusedError for a caller that may send no turns here."""
+        """Raise PassRefusedError unless the caller's certificate is a valid one of a gateway of
+        this cluster; admit anybody if `own` is None.
+        """
         if self.own is None:
             return
         if peer is None:
@@ -128,13 +132,15 @@ class Door:
             raise PassRefusedError(403, "forbidden", f"{who} sends no turns; gateways do")
 
     def close(self) -> None:
-        """Hang up on every caller."""
+        """Close the connections of all callers and engines."""
         self.connections.close()
         self.engines.close()
 
 
 class CallerConnection(asyncio.Protocol):
-    """One connection of a caller, and the `AnswerSink` of its requests."""
+    """One connection of a caller to the proxy, which also receives the engines' answers to its
+    requests.
+    """
 
     def __init__(self, door: Door) -> None:
         self._door = door
@@ -147,7 +153,7 @@ class CallerConnection(asyncio.Protocol):
         self._begin()
 
     def _begin(self) -> None:
-        """Get ready for the next request."""
+        """Reset the state of the connection for its next request."""
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._head_bytes = 0
@@ -155,12 +161,12 @@ class CallerConnection(asyncio.Protocol):
         self._busy = self._whole = self._last = self._refused = False
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     def hang_up(self) -> None:
-        """Close it after the written data is sent."""
+        """Close the connection after all written data is sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -322,7 +328,7 @@ class CallerConnection(asyncio.Protocol):
                 self._transport.close()
 
     def _allow(self, seconds: float | None) -> None:
-        """Set the deadline of the caller's next byte."""
+        """Set the number of seconds after which the connection is closed; None sets no limit."""
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()

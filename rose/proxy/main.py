@@ -43,7 +43,12 @@ async def serve(
     *,
     insecure: bool = False,
 ) -> tuple[Listener, Door]:
-    """Listen; end with `close` of both. Raises ConfigError if it cannot."""
+    """Start to listen, and return the listener and the callers' shared state; close both in the
+    end. Raises ConfigError if it cannot listen.
+
+    ports: port of each engine by its replica's name. insecure: True allows other machines without
+    certificates.
+    """
     if certificates is None:
         check_exposure(host, insecure, "send turns to every replica of this node")
     own = certificates.insist(Role.NODE) if certificates else None
@@ -113,7 +118,9 @@ async def _run(
 
 
 def _replica(said: str) -> tuple[str, int]:
-    """Return name and port. The port comes first, since a name may hold anything."""
+    """Return (name, port) of a `PORT=NAME` option. Raises ConfigError. The port comes first, since
+    a name may hold anything.
+    """
     port, mark, name = said.partition("=")
     if not (mark and name and port.isdigit()):
         raise ConfigError(f"--replica {said!r}: write PORT=NAME")

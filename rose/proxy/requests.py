@@ -42,7 +42,9 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 class PassRefusedError(RoseError):
-    """A request does not pass; `status` and `kind` are in the answer beside the line."""
+    """Error raised for a request that the proxy does not pass on; `status` and `kind` are in its
+    HTTP answer.
+    """
 
     def __init__(self, status: int, kind: str, message: str) -> None:
         super().__init__(message)
@@ -51,7 +53,9 @@ class PassRefusedError(RoseError):
 
     @property
     def answer(self) -> bytes:
-        """The whole answer, in the shape of a replica's refusals; the connection ends with it."""
+        """Complete HTTP response in the shape of a replica's refusals; the connection ends
+        with it.
+        """
         body = _encode(Refusal(Fault(self.kind, str(self))))
         lines = (
             b"HTTP/1.1 %d %b" % (self.status, REASONS[self.status]),
@@ -66,7 +70,9 @@ class PassRefusedError(RoseError):
 
 @dataclass(frozen=True, slots=True)
 class PassedRequest:
-    """A request that passes: the loopback port of its engine, and its first lines."""
+    """Request that the proxy passes on: the loopback port of its engine, and the HTTP head to send
+    there.
+    """
 
     port: int
     head: bytes
@@ -75,9 +81,10 @@ class PassedRequest:
 def passed(
     ports: Mapping[bytes, int], method: bytes, target: bytes, headers: Headers
 ) -> PassedRequest:
-    """Return the request as passed on; `ports` has the engines' by their replicas' names.
+    """Return the port and the new head of a request that may pass; `ports` has the engine's port by
+    replica name.
 
-    headers: names in lower case. Raises PassRefusedError.
+    headers: names in lower case. Raises PassRefusedError for any other request.
     """
     name, path, query = _parted(target)
     port = ports.get(name)
@@ -95,14 +102,18 @@ def passed(
 
 
 def _parted(target: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return the replica's name, the path at the engine, and the query with its mark."""
+    """Return the replica's name, the path at the engine, and the query with its question mark, ""
+    without one.
+    """
     whole, mark, query = target.partition(b"?")
     name, slash, path = whole.removeprefix(b"/").partition(b"/")
     return unquote_to_bytes(name), slash + path, mark + query
 
 
 def _length(headers: Headers) -> int:
-    """Return the body's length: one number, so that engine and proxy agree on where it ends."""
+    """Return the body's length from its one Content-Length header, so that engine and proxy agree
+    on its end. Raises PassRefusedError.
+    """
     said = [value for name, value in headers if name == b"content-length"]
     if any(name == b"transfer-encoding" for name, _ in headers) or len(said) != 1:
         raise PassRefusedError(411, "length_required", "say the length of the body, once")

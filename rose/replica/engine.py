@@ -53,8 +53,8 @@ class StampedRequest(ABC):
     def __init__(
         self, name: str, ages: KvStaleness, began: int, wants_prompt: bool = False
     ) -> None:
-        """began: policy version under which the turn began. wants_prompt: True if the prompt's
-        logprobs are to be sent as well.
+        """Record the version under which the turn began, and if the prompt's logprobs are to be
+        sent as well.
         """
         self.id = name
         self.tokens = 0

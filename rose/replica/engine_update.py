@@ -134,8 +134,10 @@ class WeightUpdater:
         control: GuestControl,
         finish_old_s: float = FINISH_OLD_S,
     ) -> None:
-        """admission: closed until the process ends once weights are in doubt. finish_old_s: seconds
-        to wait for running turns under OnUpdate.FINISH_OLD.
+        """Create the updater of `engine`.
+
+        admission: closed until the process ends once weights are in doubt. finish_old_s: seconds to
+        wait for running turns under OnUpdate.FINISH_OLD.
         """
         self._engine = engine
         self._turns = turns

@@ -210,7 +210,9 @@ class ChatAnswer(OpenAIResponse):
         prompt: list[int],
         tools: bytes | None,
     ) -> None:
-        """tools: JSON of the tools that the output may call, None for none."""
+        """Keep what the answer repeats of the request. `tools`: JSON of the tools that the output
+        may call, None for none.
+        """
         super().__init__(name, model, asked, [prompt])
         self._prompt = prompt
         self._logprobs = bool(asked.logprobs)

@@ -47,7 +47,7 @@ class ApiResponse:
     """
 
     def __init__(self, options: StreamOptions | None, prompt_tokens: int) -> None:
-        """prompt_tokens: number of tokens of all prompts, each prompt counted once."""
+        """Keep the stream options and the number of prompt tokens, each prompt counted once."""
         self._options = options or StreamOptions()
         self._prompt_tokens = prompt_tokens
         self._choices: list[msgspec.Raw] = []

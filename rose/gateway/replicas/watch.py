@@ -61,8 +61,10 @@ class WatchedTable:
         certificates: CertificateFiles | None = None,
         on_versions: Callable[[Mapping[str, JobVersions]], None] = _unheard,
     ) -> None:
-        """ttl_s: seconds for which a table is valid. reporter: sends demand over the same
-        connection. on_versions: called with each job's versions before each table.
+        """Prepare the source without connecting.
+
+        ttl_s: seconds for which a table is valid. reporter: sends demand over the same connection.
+        on_versions: called with each job's versions before each table.
         """
         self._leader = LeaderChannel(target, certificates=certificates)
         self._reporter = reporter

@@ -85,7 +85,7 @@ CHECKS: tuple[Callable[[], str], ...] = (
 
 
 def main() -> int:
-    """Run all checks; return 0 if all hold."""
+    """Run all checks, print a line for each, and return 0 if all hold, else 2."""
     wrong = 0
     for check in CHECKS:
         try:

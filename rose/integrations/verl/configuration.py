@@ -24,18 +24,15 @@ _YES = ("1", "true", "yes")
 
 
 def settings_of(rollout: "RolloutConfig") -> TrainerSettings:
-    """Return the trainer's settings: `engine_kwargs.rose` of verl's rollout configuration over
-    `ROSE_*` variables.
-
-    Raises `ConfigError`.
+    """Return ROSE's settings from `engine_kwargs.rose` of verl's rollout configuration, over those
+    of the environment. Raises ConfigError.
     """
     return overlaid((getattr(rollout, "engine_kwargs", None) or {}).get("rose") or {})
 
 
 def overlaid(given: Mapping[str, Any]) -> TrainerSettings:
-    """Return settings from `ROSE_*` variables, with the values that are given in their place.
-
-    Raises `ConfigError`.
+    """Return ROSE's settings from the environment, overridden by these values; None overrides
+    nothing. Raises ConfigError.
     """
     known = [field.name for field in fields(TrainerSettings)]
     for name in given:
@@ -46,20 +43,20 @@ def overlaid(given: Mapping[str, Any]) -> TrainerSettings:
 
 
 def ends_turns(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return True if ROSE_VERL_ABORT says that verl's abort ends turns; else they continue under
-    the new version.
+    """Return True if verl's abort ends running turns (ROSE_VERL_ABORT is 1, true or yes); else they
+    continue under the new version.
     """
     return environ.get(ENDS_TURNS, "").lower() in _YES
 
 
 def lengths_of(rollout: "RolloutConfig") -> Lengths:
-    """Return a turn's limits in tokens: prompt, response and both together."""
+    """Return the token limits of a turn from verl's rollout configuration."""
     return Lengths(rollout.prompt_length, rollout.response_length, rollout.max_model_len)
 
 
 def refuse_unfit(rollout: "RolloutConfig", model: "HFModelConfig") -> None:
-    """Raise `RefusedError` for settings of verl that ROSE's replicas cannot serve: adapters,
-    quantization, replay of experts, and others.
+    """Raise RefusedError for a field of verl's configuration that ROSE's replicas cannot honour,
+    such as LoRA adapters or quantization.
     """
     lora = getattr(model, "lora", None) or {}
     rank = getattr(model, "lora_rank", 0) or lora.get("rank", 0)

@@ -31,7 +31,9 @@ def _replica() -> "type[RoseReplica]":
 
 
 def register() -> None:
-    """Register `rose` with verl; a second call changes nothing."""
+    """Register ROSE's replica, rollout adapter and checkpoint engine with verl under the name
+    `rose`; a repeated call changes nothing.
+    """
     RolloutReplicaRegistry.register(NAME, _replica)
     rollouts._ROLLOUT_REGISTRY[NAME, "async"] = "rose.integrations.verl.weights.ServerAdapter"
     from rose.integrations.verl.weights import RoseCheckpointEngine

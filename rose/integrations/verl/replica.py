@@ -23,8 +23,8 @@ SERVER = "rose_server"
 
 
 class RoseServer:
-    """Ray actor that verl's agent loops and trainer call as a rollout server; it forwards turns to
-    ROSE's gateway.
+    """Ray actor with the methods that verl's agent loops and trainer call on a rollout server; it
+    sends turns to ROSE's gateways.
     """
 
     def __init__(
@@ -33,35 +33,34 @@ class RoseServer:
         self._turns = RolloutTurns(settings, lengths, lag, ends_turns=ends_turns)
 
     async def generate(self, **asked: object) -> TokenOutput:
-        """Return verl's TokenOutput of one turn; see `RolloutTurns.generate`."""
+        """Generate one turn and return verl's TokenOutput; see `RolloutTurns.generate`."""
         return TokenOutput(**await self._turns.generate(**asked))  # type: ignore[arg-type]
 
     async def published(self, version: int, step: int) -> None:
-        """Record that the weights of verl's global step `step` are ROSE's version `version`; see
-        `RolloutTurns.published`.
-        """
+        """Record that a version was published after a global step; see `RolloutTurns.published`."""
         self._turns.published(version, step)
 
     async def abort_all_requests(self, reject_request: bool = False, **_: object) -> dict[str, int]:
-        """Abort turns before an update of weights; return their number as `aborted_count`.
-
-        See `RolloutTurns.abort`.
+        """Abort turns before an update of weights, and return their number as `aborted_count`; see
+        `RolloutTurns.abort`.
         """
         return {"aborted_count": self._turns.abort(rejects=reject_request)}
 
     async def resume_generation(self, **_: object) -> None:
-        """Let turns begin again after an update of weights."""
+        """Let turns start again after the update."""
         self._turns.resume()
 
     async def _nothing(self, *_: object, **__: object) -> None:
-        """Do nothing: replicas keep their memory, and each version has a cache of its own."""
+        """Do nothing: replicas manage their memory, and each version has a cache of its own."""
 
     wake_up = sleep = clear_kv_cache = release_kv_cache = resume_kv_cache = _nothing
     start_profile = stop_profile = set_global_steps = _nothing
 
 
 class NoWorker:
-    """Stand-in for workers that receive weights: a ROSE replica has none in verl."""
+    """Stand-in for the workers that receive weights in verl; its methods do nothing, since a ROSE
+    replica has no workers there.
+    """
 
     def execute_checkpoint_engine(self, *_: object, **__: object) -> dict[str, Any]:
         return {}
@@ -71,21 +70,18 @@ class NoWorker:
 
 
 class RoseReplica(RolloutReplica):  # type: ignore[misc]  # verl's types are not read
-    """Rollout replica of verl that takes no GPU: its server is a Ray actor without resources."""
+    """Rollout replica in verl's terms, which takes no GPU: it starts one RoseServer actor."""
 
     async def init_standalone(self) -> None:
-        """Start the server in verl's standalone mode, with one placeholder worker and no GPUs of
-        Ray.
-        """
+        """Start the actor without Ray resources: ROSE's replicas are not among Ray's."""
         self.rollout_mode = RolloutMode.STANDALONE
         # verl makes a group of all replicas' workers, which must not be empty.
         self.workers = [ray.remote(NoWorker).options(num_cpus=0).remote()]
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        """Start the RoseServer actor and set verl's handle and address of it.
-
-        Raises `ConfigError`, `RefusedError`.
+        """Start the RoseServer actor. Raises ConfigError, or RefusedError for a configuration that
+        ROSE cannot serve.
         """
         refuse_unfit(self.config, self.model_config)
         if self.is_reward_model or self.is_teacher_model:

@@ -42,7 +42,7 @@ class _Names(TypedDict):
 
 @dataclass(slots=True)
 class _PartialTurn:
-    """Tokens of a turn so far."""
+    """Tokens, logprobs and versions of one turn so far; `aborted`: True once verl aborted it."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -58,12 +58,14 @@ class _PartialTurn:
 
 
 class RolloutTurns:
-    """Turns of one of verl's servers, in one event loop."""
+    """Client of ROSE's gateways that runs the turns of one of verl's servers, in one event loop."""
 
     def __init__(
         self, settings: TrainerSettings, lengths: Lengths, lag: int, *, ends_turns: bool = False
     ) -> None:
-        """lag: versions that a turn may be behind the newest when it starts."""
+        """Prepare the client without connecting. `lag`: number of versions that a turn may be
+        behind the newest when it starts.
+        """
         self._settings, self._lengths, self._ends_turns = settings, lengths, ends_turns
         self._steps = PolicySteps(lag)
         self._sessions = TokenSessions()
@@ -75,7 +77,9 @@ class RolloutTurns:
         self._client: RolloutClient | None = None
 
     def published(self, version: int, step: int) -> None:
-        """Record a version that was published after verl's global step."""
+        """Record that `version` was published after verl's global step `step`; turns that start now
+        need it or one within the lag.
+        """
         self._steps.told(version, step)
 
     async def generate(
@@ -86,7 +90,12 @@ class RolloutTurns:
         priority: int = 0,
         **more: object,
     ) -> dict[str, Any]:
-        """Generate one turn. Raises `RolloutError` or `RefusedError`, one line each."""
+        """Generate one turn and return the fields of verl's TokenOutput as a dict. Raises
+        RolloutError, or RefusedError for unsupported input.
+
+        sampling_params: in verl's words. more: other inputs of verl; images, videos and audio are
+        refused.
+        """
         for name in _REFUSED:
             if more.get(name):
                 raise RefusedError(f"ROSE takes no {name}; use prompts of text alone")
@@ -100,7 +109,9 @@ class RolloutTurns:
     async def _served(
         self, prompt: list[int], sampling: Sampling, session: str, request_id: str, priority: int
     ) -> dict[str, Any]:
-        """Return one turn, repeated while no replica has its version: verl drops failed turns."""
+        """Return the fields of one turn, which is sent again while no replica has its version,
+        until the timeout: verl drops failed turns.
+        """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._settings.timeout_s
         while True:
@@ -131,9 +142,11 @@ class RolloutTurns:
         return await self._until_aborted(task, part)
 
     def abort(self, *, rejects: bool = False) -> int:
-        """End the running turns, if they are to end, and return their number.
+        """Cancel the running turns, hold back new ones until `resume`, and return the number of
+        cancelled turns; do nothing and return 0 unless turns are to end.
 
-        rejects: turns that come before `resume` are answered as aborted, and not kept waiting.
+        rejects: True answers turns that come before `resume` as aborted, instead of holding them
+        back.
         """
         if not self._ends_turns:
             return 0
@@ -145,12 +158,12 @@ class RolloutTurns:
         return len(self._running)
 
     def resume(self) -> None:
-        """Let turns start."""
+        """Let new turns start again after `abort`."""
         self._rejects = False
         self._admits.set()
 
     async def close(self) -> None:
-        """Cancel the running turns; the next turn opens it anew."""
+        """Close the client, which cancels its running turns; the next turn opens a new one."""
         client, self._client = self._client, None
         if client is not None:
             await client.__aexit__(None, None, None)
@@ -192,11 +205,13 @@ _Key = tuple[int, tuple[int, ...]]
 
 
 class TokenSessions:
-    """Sessions by the tokens that they ended with, since verl gives each turn an id of its own.
+    """Sessions by the tokens with which their turns ended, since verl gives each turn an id of its
+    own.
 
-    A turn whose prompt begins with all tokens of an earlier turn belongs to its session, and goes
-    to the replica that has its prefix. Prompts are hashed in blocks, a chain of them; the remainder
-    is compared. A wrong match costs a prefix that is computed again. The oldest are forgotten.
+    A turn whose prompt begins with all tokens of an earlier turn belongs to that turn's session,
+    and goes to the replica that has its prefix. Prompts are hashed in blocks, a chain of them; the
+    remainder is compared. A wrong match only costs that the prefix is computed again. The oldest of
+    `most` turns are forgotten.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -206,7 +221,9 @@ class TokenSessions:
         self._rests: dict[int, list[int]] = {}
 
     def session_of(self, prompt: Sequence[int]) -> str:
-        """Return the session that continues with this prompt, or a new one."""
+        """Return the id of the session whose turn ended with the longest beginning of this prompt,
+        or a new random id.
+        """
         for chain, at in reversed([*_chains(prompt)]):
             for length in sorted(self._rests.get(chain, ()), reverse=True):
                 key = chain, tuple(prompt[at : at + length])
@@ -215,7 +232,7 @@ class TokenSessions:
         return uuid.uuid4().hex
 
     def ended(self, session: str, tokens: Sequence[int]) -> None:
-        """Record all tokens of a session's ended turn, prompt included."""
+        """Record the tokens, prompt included, with which a turn of the session ended."""
         chain, at = [*_chains(tokens)][-1]
         key = chain, tuple(tokens[at:])
         if key not in self._ended:
@@ -233,7 +250,9 @@ class TokenSessions:
 
 
 def _chains(tokens: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return the hash of each number of whole blocks, and their tokens, none first."""
+    """Yield (hash of the first n blocks, number of their tokens) for n from 0 to the number of
+    whole blocks.
+    """
     chain = 0
     yield chain, 0
     for at in range(BLOCK, len(tokens) + 1, BLOCK):

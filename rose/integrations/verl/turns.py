@@ -31,14 +31,18 @@ COMPLETED, ABORTED = "completed", "aborted"
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Limits of one turn, in tokens, as verl's rollout configuration has them."""
+    """Token limits of a turn from verl's rollout configuration: of the prompt, the response, and
+    the model's context (None for no limit).
+    """
 
     prompt: int
     response: int
     model: int | None
 
     def budget(self, prompt_tokens: int, asked: int | None) -> int:
-        """Return the turn's token budget. Raises `RefusedError` if none is left."""
+        """Return the number of tokens that a turn may generate; `asked` is the request's own limit.
+        Raises RefusedError if the model's context is full.
+        """
         left = self.prompt + self.response - prompt_tokens
         most = max(1, min(self.response, left) if asked is None else asked)
         room = most if self.model is None else self.model - prompt_tokens
@@ -51,7 +55,9 @@ class Lengths:
 
 
 def turn_sampling(params: Mapping[str, Any], lengths: Lengths, prompt_tokens: int) -> Sampling:
-    """Translate sampling parameters. Raises `RefusedError` that names an unsupported one."""
+    """Return ROSE's sampling parameters for those of verl. Raises RefusedError, which names an
+    unsupported one.
+    """
     given = dict(params)
     asked = [given.pop(name, None) for name in ("max_tokens", "max_new_tokens")]
     budget = lengths.budget(prompt_tokens, next((n for n in asked if n is not None), None))
@@ -71,9 +77,10 @@ def turn_sampling(params: Mapping[str, Any], lengths: Lengths, prompt_tokens: in
 
 @dataclass(slots=True)
 class PolicySteps:
-    """verl's global step of each published version; versions continue when a run resumes.
+    """Map from published policy versions to verl's global steps; versions keep growing when a run
+    resumes.
 
-    lag: versions that a turn may be behind the newest when it starts.
+    lag: number of versions that a turn may be behind the newest when it starts.
     """
 
     lag: int
@@ -82,28 +89,34 @@ class PolicySteps:
     _first: int = 0
 
     def told(self, version: int, step: int) -> None:
-        """Record a version that was published after this step, newer than all before."""
+        """Record that `version`, newer than all before, was published after verl's global step
+        `step`.
+        """
         self._first = self._first or version
         self._versions.append(version)
         self._steps.append(step)
 
     @property
     def least(self) -> int | None:
-        """The oldest version that may still sample, None before the first one.
+        """Oldest version that may sample a new turn, None before the first was published.
 
-        Never one of an earlier run, whose steps are not this run's.
+        It is never one of an earlier run, whose steps are not this run's.
         """
         if not self._versions:
             return None
         return max(self._first, self._versions[-1] - self.lag)
 
     def step_of(self, version: int) -> int:
-        """Return the step after which it was published; an unknown one counts as the one before."""
+        """Return the global step after which `version` was published; that of the next older known
+        version for an unknown one; 0 if none is known.
+        """
         at = bisect_right(self._versions, version)
         return self._steps[max(0, at - 1)] if self._steps else 0
 
     def fields(self, versions: list[int]) -> dict[str, int]:
-        """Return verl's fields of an answer, whose tokens are of these versions."""
+        """Return verl's fields `global_steps`, `min_global_steps` and `max_global_steps` of an
+        answer whose tokens were sampled by these versions.
+        """
         steps = [self.step_of(version) for version in versions] or [*self._steps][-1:] or [0]
         return {
             "global_steps": min(steps),
@@ -113,7 +126,7 @@ class PolicySteps:
 
 
 def output_of(turn: Turn, steps: PolicySteps) -> dict[str, Any]:
-    """Return the fields of verl's `TokenOutput`."""
+    """Return the fields of verl's TokenOutput, as a dict, for a completed turn."""
     versions = [span[0] for span in (*turn.versions, *turn.oldest_versions)]
     return {
         "token_ids": list(turn.token_ids),
@@ -128,7 +141,9 @@ def output_of(turn: Turn, steps: PolicySteps) -> dict[str, Any]:
 def aborted_output(
     tokens: list[int], logprobs: list[float], versions: list[int], steps: PolicySteps
 ) -> dict[str, Any]:
-    """Return the fields for a turn that was ended in the middle."""
+    """Return the fields of verl's TokenOutput, as a dict, for a turn that was aborted with these
+    tokens.
+    """
     return {
         "token_ids": tokens,
         "log_probs": logprobs,

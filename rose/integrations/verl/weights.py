@@ -37,11 +37,11 @@ _publishers: dict[str, PolicyPublisher] = {}
 async def publish(
     settings: TrainerSettings, weights: Weights, step: int | None, *, wait: bool
 ) -> dict[str, float]:
-    """Publish a version from the tensors that this rank yields, together with all ranks.
+    """Publish the weights as the job's next version, together with all other ranks, and tell every
+    RoseServer; return figures of the publication on rank 0, an empty dict on others.
 
-    Returns figures for verl's metrics (version, bytes, density, seconds) on the first rank, {} on
-    others. The first rank also sends each server the version of the global step `step`. It blocks
-    its thread: gathering uses the device that this thread has chosen.
+    wait: return only once the version is served. It runs in the caller's thread: gathering uses the
+    device that this thread has chosen.
     """
     if settings.job not in _publishers:
         _publishers[settings.job] = PolicyPublisher(settings)
@@ -64,7 +64,9 @@ async def publish(
 
 
 class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not read
-    """verl's rollout of an actor rank; it publishes weights and has no engine."""
+    """Rollout side of an actor rank in verl's own trainer: it publishes weights, and has no
+    engine.
+    """
 
     def __init__(
         self,
@@ -80,10 +82,10 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not 
         self._settings = settings_of(config)
 
     async def resume(self, tags: list[str]) -> None:
-        """Do nothing: this process has no engine that sleeps."""
+        """Do nothing: this process has no engine to wake."""
 
     async def release(self) -> None:
-        """Do nothing: this process holds no engine's memory."""
+        """Do nothing: this process holds no engine memory."""
 
     async def update_weights(
         self,
@@ -93,10 +95,7 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not 
         peft_config: object = None,
         **_: object,
     ) -> None:
-        """Publish the weights as a version; return when replicas serve it.
-
-        Raises `RoseError`, and RefusedError for adapters.
-        """
+        """Publish the weights as a new version, and return once it is served. Raises RoseError."""
         if wire_format != "named_tensors" or peft_config is not None:
             what = f"wire format {wire_format}" if peft_config is None else "LoRA adapters"
             raise RefusedError(f"{what} cannot be published; send whole tensors")
@@ -104,19 +103,18 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not 
 
 
 class RoseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl's types are not read
-    """verl's checkpoint engine that publishes weights as a version.
-
-    It has no receiver: nodes fetch the version.
+    """Checkpoint engine of verl that publishes weights as a version of ROSE; it has no receiving
+    side, because nodes fetch the version.
     """
 
     def __init__(self, bucket_size: int = 0, is_master: bool = False, **given: object) -> None:
-        """Keep the settings that verl passes from `checkpoint_engine.engine_kwargs.rose`; the sizes
-        and roles of verl are not used.
+        """Keep `given`, settings from `checkpoint_engine.engine_kwargs.rose`; the other arguments
+        are ignored.
         """
         self._given: Mapping[str, object] = given
 
     def prepare(self) -> dict[str, Any]:
-        """Return {}: ranks need no metadata of each other."""
+        """Return an empty dict: ranks exchange no addresses."""
         return {}
 
     @classmethod
@@ -127,25 +125,23 @@ class RoseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl's ty
         return {}, {}
 
     def init_process_group(self, **_: object) -> None:
-        """Do nothing: publishing needs no group of senders and receivers."""
+        """Do nothing: no process group is needed."""
 
     def finalize(self) -> None:
-        """Do nothing: no connection or buffer is held."""
+        """Do nothing: no resources are held."""
 
     async def send_weights(
         self, weights: Weights, global_steps: int | None = None
     ) -> dict[str, float]:
-        """Publish the weights as a version, without a wait until it is served; return figures as
-        `publish`.
-
-        Rollouts continue meanwhile, and each replica takes the version when it has fetched it.
+        """Publish the weights as a new version, and return figures of it without waiting until it
+        is served; rollouts continue, and switch once they have it.
         """
         return await publish(overlaid(self._given), weights, global_steps, wait=False)
 
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Any]]:
-        """Yield nothing: verl's rollout workers receive no weights."""
+        """Yield nothing: nodes fetch the weights."""
         nothing: tuple[tuple[str, torch.Tensor], ...] = ()
         for pair in nothing:
             yield pair

@@ -103,8 +103,8 @@ class CpuBoost:
         cgroup: Path | None = None,
         share: Share = "background",
     ) -> None:
-        """cgroup: the guest's cgroup, if it has one. share: the guest's CPU share without a
-        boost.
+        """Keep the guest's cgroup, None without one, and the CPU share that it has without
+        a boost.
         """
         self._cgroup = cgroup
         self._share = share

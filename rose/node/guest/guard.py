@@ -149,8 +149,10 @@ class GuardThread:
         caps: SchedulerCaps | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """caps: the scheduler's capacity caps; without them nothing is capped. events, samples:
-        logs whose writes must not wait for a disk.
+        """Prepare the thread without starting it.
+
+        caps: the scheduler's capacity caps; without them nothing is capped. events, samples: logs
+        whose writes must not wait for a disk.
         """
         self._guest = guest
         self._name = guest.name

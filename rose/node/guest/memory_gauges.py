@@ -99,7 +99,9 @@ class HostMemory:
     sees_all = True
 
     def __init__(self, group: Callable[[], int | None]) -> None:
-        """group: returns the id of the guest's process group, None while it has none."""
+        """Keep `group`, which returns the id of the guest's process group, None while it
+        has none.
+        """
         self._group = group
 
     def held_bytes(self) -> int | None:
@@ -126,8 +128,8 @@ class DeviceMemory:
         group: Callable[[], int | None],
         state: Callable[[], GuestState | None],
     ) -> None:
-        """group: returns the id of the guest's process group, None while it has none. state:
-        returns its section of the control page, None without one.
+        """Keep `group` and `state`, which return the guest's process group and its section of the
+        control page, None without one.
         """
         self._reader = reader
         self._card = card

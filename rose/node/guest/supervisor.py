@@ -125,7 +125,9 @@ class Supervisor:
         owner: EngineOwner,
         claim: GuestLock | None = None,
     ) -> None:
-        """claim: lock of the guest's record; without one the engine ends with this process."""
+        """Prepare the supervisor of `spec`; without a `claim`, the lock of the guest's record, the
+        engine ends with this process.
+        """
         self.spec = spec
         self.state = EngineState.STARTING
         self.restarts = 0

@@ -163,7 +163,9 @@ class SglangEngine:
     updatable = True
 
     def __init__(self, manager: Any, arguments: Any, kv_tokens: int) -> None:  # noqa: ANN401 -- SGLang's
-        """arguments: SGLang's ServerArgs. kv_tokens: number of tokens that fit in its KV cache."""
+        """Keep SGLang's manager, its ServerArgs and the number of tokens that fit in its KV
+        cache.
+        """
         self._manager = manager
         self._arguments = arguments
         self.kv_tokens = kv_tokens
