@@ -90,19 +90,23 @@ class Device(StrEnum):
 class EngineSpec:
     """Specification of one engine process, from which its command line and environment are made.
 
-    kv_bytes: size of its KV cache. core: CPU that it is pinned to. stream_interval: tokens in a
-    streamed chunk. control_page: page shared by a host and its guests; page_group: the group that
-    may map it. orphan_s: seconds that a guest outlives the last grant. headroom_bytes: RAM that
-    must stay free when it starts. cgroup: folder that it is moved to, None for its parent's.
-
-    verify_key: hex of the key that signs manifests; without one updates are taken only if
-    `unsigned`. weights_dir: folder of chunks and manifests, the only one that updates are read
-    from; None takes no updates. warm_up_s: time limit in which a replica runs every size of step
-    before it is healthy; None skips that.
-
-    kv_backend: how a guest gives KV pages back; "cuda" reserves them on a GPU. step_profile,
-    host_step_profile: files of `rose profile`, of a guest and of its host. python: interpreter with
-    the engine, None for this one. enforce_eager: no compilation and no CUDA graphs; a CPU needs it.
+    kv_bytes: size of its KV cache. core: CPU that it is pinned to.
+    stream_interval: tokens in a streamed chunk.
+    control_page: page shared by a host and its guests; page_group: the group that may map it.
+    orphan_s: seconds that a guest outlives the last grant.
+    headroom_bytes: RAM that must stay free when it starts.
+    cgroup: folder that it is moved to, None for its parent's.
+    verify_key: hex of the key that signs manifests. unsigned: take updates without a key.
+    weights_dir: folder of chunks and manifests, the only one that updates are read from; None takes
+    no updates.
+    warm_up_s: time limit in which a replica runs every size of step before it is healthy; None
+    skips that.
+    kv_backend: how a guest gives KV pages back; "cuda" reserves them on a GPU.
+    step_profile, host_step_profile: files of `rose profile`, of a guest and of its host.
+    engine: software that it runs; sizes mean the same with each.
+    python: interpreter with the engine, None for this one; see `check_python`.
+    device: on a GPU neither KV nor weights are memory of this machine, and no core is shared.
+    enforce_eager: no compilation and no CUDA graphs; a CPU needs it.
     load_format: the engine's own; "dummy" makes random weights of a folder that has a
     configuration.
     """

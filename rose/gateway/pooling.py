@@ -41,7 +41,9 @@ TOKEN_CHARS, MOST_TOKENS = 4, 1_024
 
 
 class _Own(msgspec.Struct, gc=False):
-    """Body fields that the gateway reads; only `cache_salt` is passed on to replicas, changed."""
+    """Body fields that the gateway reads; only `cache_salt` is passed on to replicas, hashed with
+    the job if there is one.
+    """
 
     model: str | None = None
     job: str | None = None

@@ -44,7 +44,7 @@ OF_THE_NODE = frozenset(
 
 
 class Frozen(BaseModel):
-    """Model that refuses unknown fields and changes."""
+    """Base of configuration models: unknown fields are refused, and objects cannot be changed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -59,17 +59,17 @@ Label = Annotated[str, Field(min_length=1, max_length=253)]
 
 
 class HostConfig(Frozen):
-    """The production engine of this node: it is watched, never started or stopped.
+    """Production engine (host) that this node watches and never starts or stops.
 
-    engine: what it runs; the page says the same things whatever that is, advice does not.
-    name: in metrics and logs, of a host that was found; the one of a file needs none.
+    engine: software that the host runs; its page has one layout for all, advice depends on it.
+    name: label of a discovered host in metrics and logs; the host of a file needs none.
     page_group: name or number of the group that shares the page, for a host of another user; empty
-    for the owner alone. The host's ROSE_PAGE_GROUP says the same.
-    headroom_bytes: memory of the machine, and of the GPU, that no guest may take from it.
-    device: index or UUID of its GPU, None without one.
-    step_profile: file of `rose profile` for its model; guests judge its queue by it.
+    for the owner alone. The host's ROSE_PAGE_GROUP must say the same.
+    headroom_bytes: RAM of the machine, and memory of the GPU, that no guest may take.
+    device: index or UUID of the host's GPU, None without one.
+    step_profile: file of `rose profile` for the host's model; guests judge the host's queue by it.
     metrics_url: `/metrics` of a host that runs without the plugin: it is watched, and its guest
-    stays frozen. metrics_model: the model whose figures count, where it serves several.
+    stays frozen. metrics_model: the model whose figures count, if it serves several.
     """
 
     page: Path
@@ -94,10 +94,11 @@ class HostConfig(Frozen):
 
 
 class DiscoverConfig(Frozen):
-    """Hosts that this node finds: their pages in `folder`, and in the folders right below it.
+    """Discovery of hosts by their control pages in `folder`, and in the folders right below it.
 
-    A host says its GPU and its targets itself; ttft_target_s, tpot_target_s: of one that names
-    none. at_most: hosts beyond that are left alone. The rest is as of a host that the file names.
+    A host describes its GPU and its targets itself; ttft_target_s, tpot_target_s: targets of a host
+    that names none. at_most: number of hosts that the node takes; more are left alone. The other
+    fields are those of HostConfig.
     """
 
     folder: Path
@@ -110,33 +111,36 @@ class DiscoverConfig(Frozen):
 
 
 class ReplicaConfig(Frozen):
-    """A rollout engine that this node runs. A guest shares the GPU (here: the core) of the host.
+    """Rollout engine that this node runs: a guest shares the GPU (or core) of a host, a dedicated
+    replica has its own.
 
-    Beside hosts that are found a guest is one for each of them: ID-0, ID-1, on ports from `port`.
+    Beside discovered hosts each host gets one guest of its own: ID-0, ID-1, on ports from `port`.
 
     model: the name by which jobs name its model, that of its folder when left out.
     models: folders of other models by their names, to which it may be switched for a job.
     token_budget: most tokens in one guest step. slack_share: 0 uses host-idle time only.
-    pressure_policy, kv_*_watermark: how its KV memory gives way when that share of the host's own
-    is in use (`executor.kv.lending`).
-    warm_up_s: it runs every size of step before it is offered, for at most so long; time in which
+    pressure_policy, kv_*_watermark: how the guest's KV memory gives way when that share of the
+    host's own is in use (`executor.kv.lending`).
+    warm_up_s: time limit in which it runs every size of step before it is offered; time in which
     its host leaves it none does not count.
     runner: vLLM's; "pooling" serves a model that is not generative, a reward model's scores.
-    step_profile: file of `rose profile`; without one a guest guesses, and learns as it runs.
+    step_profile: file of `rose profile`; without one a guest estimates steps, and learns as it
+    runs.
     kv_base_bytes: KV memory of a guest's own; beyond it the guest has what its host lends just now.
     None: its KV memory does not depend on what the host lends.
     kv_backend: how a guest gives KV pages back; see `EngineSettings`.
-    device: index or UUID of its GPU; a guest's is its host's. None computes on the CPU.
-    engine: what it runs, whatever its host runs.
-    engine_python: interpreter of the environment that has it, None for this one.
-    extra_env: environment of the engine besides; none of `OF_THE_NODE`.
+    device: index or UUID of its GPU; "host" for the GPU of a guest's host. None computes on the
+    CPU.
+    engine: software that it runs, whatever its host runs.
+    engine_python: interpreter of the environment that has the engine, None for this one.
+    extra_env: further environment of the engine; none of `OF_THE_NODE`.
     cuda_graphs: on a GPU steps are captured at the start, which is faster afterwards.
-    mps_priority, mps_thread_percentage: of a client of MPS, where a control daemon runs; see
-    docs/node.md before using them.
+    mps_priority, mps_thread_percentage: settings of a client of MPS, where a control daemon runs;
+    see docs/node.md before using them.
     sleep_mode: its engine answers vLLM's sleep route, and may be asked to give up its weights.
-    reclaim_s: how long the reclaim ladder may take before its last level has freed the memory.
-    orphan_s: how long a guest outlives its daemon, frozen: until then the next daemon may adopt it,
-    afterwards its memory is the machine's again.
+    reclaim_s: seconds in which the last level of the reclaim ladder must have freed the memory.
+    orphan_s: seconds that a guest outlives its daemon, frozen: until then the next daemon may adopt
+    it, afterwards its memory is the machine's again.
     """
 
     id: str = Field(min_length=1, max_length=253)
@@ -318,10 +322,11 @@ class ReplicaConfig(Frozen):
 
 
 class ReceiverConfig(Frozen):
-    """Caps on the cost of fetching weights. None bounds nothing.
+    """Limits on the cost of fetching weights; None sets no limit.
 
-    bytes_per_s: of the link, on the average. disk_bytes: of chunks and manifests kept; the oldest
-    that no update needs goes first. threads, nice: who hashes and writes what arrives.
+    bytes_per_s: average rate on the link. disk_bytes: size of the chunks and manifests kept; the
+    oldest that no update needs are deleted first. threads, nice: number and niceness of the threads
+    that hash and write received chunks.
     """
 
     bytes_per_s: int | None = Field(default=None, gt=0)
@@ -335,9 +340,10 @@ class ReceiverConfig(Frozen):
 
 
 class CertificateConfig(Frozen):
-    """PEM files by which this node proves who it is: all three, or none on loopback.
+    """PEM files of the node's certificate: all three, or none on loopback.
 
-    They are read again when they change. The certificate's role is node, and its name this one's.
+    The files are read again when they change. The certificate's role is node, and its name the
+    node's.
     """
 
     ca: Path | None = None
@@ -353,12 +359,12 @@ class CertificateConfig(Frozen):
 
 
 class TransportConfig(CertificateConfig):
-    """Credentials of this node for fetching and serving weights, and the origins it believes.
+    """Credentials with which this node fetches and serves weights, and the origins that it trusts.
 
-    token_file: what every caller of a cluster bears. ca, certificate, key: PEM files of other
-    certificates than the node's own, which serve for weights too. Give all three or none. origins:
-    scheme, host and port of the publisher and the relays that get the token where there are no
-    certificates.
+    token_file: file of the token that every caller of a cluster bears. ca, certificate, key: PEM
+    files of another certificate than the node's own, which otherwise serves for weights too. Give
+    all three or none. origins: scheme, host and port of the publisher and the relays that get the
+    token where there are no certificates.
     """
 
     token_file: Path | None = None
@@ -375,9 +381,10 @@ class TransportConfig(CertificateConfig):
 
 
 class RelayConfig(Frozen):
-    """This node passes weights on to its neighbours. host: an address that they reach.
+    """Relay by which this node passes weights on to its neighbours. `host`: an address that they
+    reach.
 
-    insecure: other machines may reach it though `transport` names no certificates.
+    insecure: allow other machines to reach it though `transport` names no certificates.
     """
 
     host: str
@@ -386,17 +393,19 @@ class RelayConfig(Frozen):
 
 
 class ProxyConfig(RelayConfig):
-    """Turns of other machines come in here: engines themselves listen on loopback alone.
+    """Proxy through which turns of other machines reach the engines, which listen on loopback
+    alone.
 
-    host: an address that gateways reach. insecure: whoever reaches it may send turns, where there
-    are no certificates to tell gateways by.
+    host: an address that gateways reach. insecure: without certificates, allow anybody who reaches
+    it to send turns.
     """
 
 
 class FanoutConfig(Frozen):
-    """This node's GPU hands chunks around in a fixed group, over NCCL; CuPy has to be there.
+    """Fixed group of GPUs that pass weight chunks on over NCCL, in which this node takes part; CuPy
+    must be installed.
 
-    rank, size: of the group; rank 0 leads and needs a `relay`. leader: the address of its relay.
+    rank, size: of the group; rank 0 leads and needs a `relay`. leader: URL of rank 0's relay.
     device: the CUDA ordinal.
     """
 
@@ -407,7 +416,8 @@ class FanoutConfig(Frozen):
 
 
 class LogConfig(Frozen):
-    """Disk that each log of this node may take, and what each engine says: `files` of `file_bytes`.
+    """Disk limit of each log of this node, and of each engine's output: `files` files of
+    `file_bytes` bytes.
 
     file_bytes: None keeps everything, for runs whose figures need it.
     """
@@ -421,12 +431,13 @@ class LogConfig(Frozen):
 
 
 class NodeConfig(Frozen):
-    """One node. `run_dir` holds its weights, its guests' records and the local kill file `KILL`.
+    """Configuration of one node. `run_dir` holds its weights, its guests' records and the local
+    kill file `KILL`.
 
-    certificates: this node's own; on all but loopback the scheduler asks for one.
-    labels: what capacity policies select nodes by; `rose.dev/deployment` names the hosts that share
-    one router's load.
-    discover: where hosts are found that come and go, in place of the one `host`.
+    certificates: this node's own; the scheduler asks for one except on loopback.
+    labels: labels by which capacity policies select nodes; `rose.dev/deployment` names the hosts
+    that share one router's load.
+    discover: where to find hosts that come and go, in place of the one `host`.
     cluster: nodes of the same label share what they fetch; those with a `relay` pass it on.
     fanout: a group of GPUs inside the cluster that start and stop together.
     proxy: a process by which gateways of other machines reach this node's engines. None: they are
@@ -434,10 +445,10 @@ class NodeConfig(Frozen):
 
     cgroup: a cgroup v2 folder delegated to this user, in which guests get groups of their own.
     metrics_port: port of `/metrics`, None serves none. metrics_host: its address; beyond loopback
-    it speaks TLS with the node's certificate. metrics_insecure: or without, since the network is
-    fenced.
-    verify_key: hex of the key that signs this cluster's weights. unsigned: take weights of whoever
-    announces them; without a key a node starts only where this is said.
+    it speaks TLS with the node's certificate. metrics_insecure: allow plain HTTP there, on a fenced
+    network.
+    verify_key: hex of the key that signs this cluster's weights. unsigned: take weights of anybody
+    who announces them; without a key a node starts only if this is set.
     """
 
     node: str = Field(min_length=1, max_length=253)

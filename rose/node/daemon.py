@@ -77,7 +77,8 @@ class GuardDiedError(RoseError):
 class Room:
     """One host and the replicas beside it; without a host, the replicas that have a GPU alone.
 
-    The room of the host in a node's file stays for ever, that of a discovered host until it leaves.
+    The room of the host in a node's file stays as long as the daemon runs, that of a discovered
+    host until it leaves.
     """
 
     host: Host | None

@@ -283,7 +283,7 @@ class LeaseStateMachine:
         return actions
 
     def status(self) -> LeaseStatus:
-        """Return a snapshot of the state (any thread)."""
+        """Return a snapshot of the lease and its engine's state (any thread)."""
         held, ending = self._held, self._ending
         return LeaseStatus(
             # In this order: seen halfway through a change, an epoch is too old, never too new.

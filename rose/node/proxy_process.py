@@ -62,7 +62,9 @@ class ProxyProcess:
         self.listens = False
 
     async def run(self) -> None:
-        """Run the proxy until cancelled. Raises UnavailableError when it ends by itself."""
+        """Run the proxy's process until cancelled, then stop it. Raises UnavailableError if it ends
+        by itself.
+        """
         process = await ManagedProcess.start(self._spec)
         waiting = asyncio.create_task(self._wait(process))
         try:

@@ -148,8 +148,8 @@ class WarmUpSizes:
     vocabulary: int
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """Yield (number of sequences, prompt tokens of each): every power of two up to the limit,
-        each with short and long prompts.
+        """Yield (number of sequences, prompt tokens of each): every power of two up to
+        `max_num_seqs`, and that number, each with short and long prompts.
         """
         longest = self.max_model_len - WARM_UP_OUTPUT_TOKENS
         for sequences in _doublings(self.max_num_seqs):

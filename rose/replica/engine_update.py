@@ -85,7 +85,9 @@ class Audits:
         raise WeightError(f"the version changed in each of {TRIES} audits; ask again later")
 
     async def _once(self) -> tuple[int, int, Findings] | None:
-        """Return (version, number of weights, findings), None if the version changed meanwhile."""
+        """Return (version, number of weights, findings) of one audit, None if the version changed
+        meanwhile.
+        """
         parts: list[Part] = []
         versions: set[int] = set()
         done = False

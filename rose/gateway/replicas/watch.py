@@ -81,7 +81,7 @@ class WatchedTable:
 
     async def run(self, sink: TableSink) -> None:
         """Pass every table to `sink` until cancelled: with all replicas unhealthy once the last
-        table is `ttl_s` old, and an empty one later.
+        table is `ttl_s` old, and an empty one later or after an error.
         """
         try:
             # The end of one ends the other: a table without a watch must expire.

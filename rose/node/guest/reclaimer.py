@@ -264,6 +264,6 @@ class _Climb:
             self._asleep = False
             return Unsupported(str(error))
         except UnavailableError:
-            return None  # It may hang: its time, and then the next level.
+            return None  # The engine may hang: the next level follows after this one's time.
         able = self._guest.sleep_bytes
         return EngineReport(bytes_left if able is None else min(bytes_left, able))
