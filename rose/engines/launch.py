@@ -35,7 +35,8 @@ MIN_FREE_BYTES_PER_ENGINE = 1_600 << 20
 PYTHON_TIMEOUT_S = 30.0
 # A plugin may import torch and vLLM, on a busy machine.
 PLUGINS_TIMEOUT_S = 120.0
-# Run by an engine's interpreter: prints the first thing that it lacks. Imports nothing large.
+# Program for an engine's interpreter: it prints the first module or plugin that is missing, and
+# imports nothing large.
 _LOOK = """
 import sys
 from importlib.metadata import entry_points
@@ -46,7 +47,8 @@ if not any(entry_points(group=group, name="rose_host")):
     lacking.append("plugins of ROSE")
 print(*lacking[:1])
 """
-# Also run by it: prints each plugin that cannot be imported. Calls none of them.
+# Program for an engine's interpreter: it prints each plugin that cannot be imported, and calls none
+# of them.
 _LOOK_AT_PLUGINS = """
 import json
 import sys
@@ -70,7 +72,7 @@ print("\\n" + json.dumps(broken))
 _KINDS: dict[EngineKind, ModuleType] = {EngineKind.VLLM: vllm, EngineKind.SGLANG: sglang}
 POLL_INTERVAL_S = 0.25
 POLL_TIMEOUT_S = 2.0
-# In a row, while an engine warms up: its API process may share a busy core.
+# Number of missed answers in a row that end a warm-up: the API process may share a busy core.
 MISSED_STATES = 30
 LOG_TAIL_BYTES = 64 << 10
 SECRET = "ROSE_REPLICA_SECRET"  # noqa: S105 -- the name of a variable
@@ -289,7 +291,8 @@ class EngineProcess:
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         secret = secrets.token_hex(_SECRET_BYTES)
         process = process_spec(spec)
-        # New for each process and in no command line: only its user can read its environment.
+        # The secret is new for each process and in no command line: only its user can read its
+        # environment.
         process = replace(process, keep=keep, env={**process.env, SECRET: secret})
         return cls(spec, await ManagedProcess.start(process), secret)
 

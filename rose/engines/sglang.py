@@ -14,7 +14,7 @@ from rose.errors import ConfigError
 MODULE = "sglang.launch_server"
 NAME = "SGLang"
 HOST_GROUP = PLUGINS_GROUP = "sglang.srt.plugins"
-# Options that break a promise of every role, and of replicas, each with its meaning.
+# Options that every role, and that replicas, must not have, each with its meaning.
 REFUSED = {
     "--speculative-algorithm": "speculative decoding",
     "--speculative-draft-model-path": "speculative decoding",

@@ -10,7 +10,7 @@ MODULE = "vllm.entrypoints.openai.api_server"
 NAME = "vLLM"
 # Entry points: of ROSE's plugin in a host, and of those that every engine loads.
 HOST_GROUP, PLUGINS_GROUP = "vllm.stat_logger_plugins", "vllm.general_plugins"
-# Options that break a promise of every role, and of replicas, each with its meaning.
+# Options that every role, and that replicas, must not have, each with its meaning.
 REFUSED: dict[str, str] = {}
 REFUSED_IN_REPLICAS = {
     "--speculative-config": "speculative decoding",
@@ -37,8 +37,8 @@ _REPLICA_ARGS = (
     "--disable-log-stats",
     # The routes, for a vLLM without endpoint plugins.
     "--middleware=rose.replica.endpoint.EndpointMount",
-    # Closes unused routes, and requires a secret for control. The last middleware is the outermost,
-    # so turns skip the others.
+    # AccessFilter closes unused routes, and requires a secret for control. The last middleware is
+    # the outermost, so turns skip the others.
     "--middleware=rose.replica.asgi.AccessFilter",
     "--middleware=rose.replica.asgi.GenerateShortcut",
 )

@@ -64,7 +64,7 @@ class Gateway:
             tuple(aliases),
             any_name=ANY_MODEL in settings.model_names,
         )
-        # Probes use it; turns use `upstream`.
+        # Probes use this session; turns use `upstream`.
         self._session = aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
         self._upstream = Upstream(self._cluster_tls())
         clock = asyncio.get_running_loop().time
@@ -220,7 +220,8 @@ class Gateway:
         name = f"{socket.gethostname()}:{self.port}"
         if settings.certificates is not None:
             name = settings.certificates.identity.name
-        # New for each process: reports of an earlier process must not count as this one's.
+        # The name is new for each process: reports of an earlier process must not count as this
+        # one's.
         own = f"{name}/{secrets.token_hex(4)}"
         meter = DemandMeter(self._dispatcher, own, clock())
         reporter = DemandReporter(meter, self._dispatcher.work_began, clock)

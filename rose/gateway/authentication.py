@@ -119,7 +119,7 @@ class Authenticator:
             self._minute_s, self._said = now_s, 0
         self._said += 1
         if self._said <= MOST_A_MINUTE:
-            # The route alone: the rest may be a secret that a caller mistook for a path.
+            # Log the route alone: the rest may be a secret that a caller mistook for a path.
             path = http.path.encode("utf-8", "replace").decode()[:ROUTE_CHARS]
             self._say("caller_refused", caller=str(http.remote), path=path, reason=reason)
 

@@ -26,9 +26,9 @@ from rose.gateway.stats import GatewayStats
 from rose.gateway.turns.token_stream import TokenStream
 
 EVENT_STREAM = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-# Below this no connection is paused, so a write cannot wait and needs no timeout.
+# Below this number of unsent bytes no connection is paused, so a write cannot wait.
 UNWATCHED_BYTES = 16 << 10
-# Bounds the size of an event, and so the work that a slow reader can cause at once.
+# Largest event, which bounds the work that a slow reader can cause at once.
 MAX_EVENT_TOKENS = 512
 
 
@@ -122,7 +122,7 @@ class Delivery:
     async def _write_all(
         self, frontend: ApiFrontend, ask: ApiRequest, feeds: Sequence[TokenStream]
     ) -> None:
-        # A returning reader had the start.
+        # A reader that resumes has received the start already.
         await self.write(b"" if ask.resume_from else ask.answer.begin(feeds))
         try:
             if len(feeds) == 1:

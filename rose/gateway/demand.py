@@ -15,7 +15,8 @@ import grpc
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.rpc import rose_pb2, rose_pb2_grpc
 
-# Longer than a weight update or a host's burst, which pause a flow without ending it.
+# Time constant of the flow's average, longer than a weight update or a host's burst, which pause a
+# flow without ending it.
 FLOW_TAU_S = 5.0
 JOBS_KEPT = 64
 # Callers name jobs as they like, and a report has to stay small.
@@ -120,7 +121,8 @@ class DemandReporter:
         failed report is not repeated.
         """
         while True:
-            # Before the figures are read: a turn that comes while they are sent counts as new.
+            # Clear the event before the figures are read: a turn that comes while they are sent
+            # counts as new.
             self._work_began.clear()
             report = self._meter.report(self._clock())
             idle = not report.jobs

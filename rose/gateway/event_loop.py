@@ -25,13 +25,13 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 NEW_S = 0.05
-# A burst between two of those is scanned by its number.
+# Number of new objects that starts a scan before NEW_S is over, in a burst.
 NEW = 10_000
 # Counting many old objects costs 10 ms and more.
 OLD_S = 30.0
 # Old objects that one collection may scan, besides the garbage that it finds: some 20 ms.
 LITTLE = 50_000
-# Some 200 MB, and a pause of half a second.
+# Number of old objects, some 200 MB, above which a pause of half a second is accepted.
 TOO_MANY = 2_000_000
 # The collector's own schedule for old objects is never used.
 NEVER = 2**31 - 1

@@ -72,7 +72,7 @@ def json_answer(answer: object, status: int = 200) -> web.Response:
     return web.Response(status=status, body=encode(answer), content_type=JSON)
 
 
-# A slower sender has `body_timeout_s` in all, however long its body is.
+# Bytes a second that extend the time limit; a slower sender has `body_timeout_s` in all.
 LEAST_BYTES_S = 16 << 10
 
 

@@ -36,7 +36,7 @@ PATIENT_S = 10.0
 NOT_FOUND = 404
 # Statuses that every replica would return.
 REQUEST_FAULTS = frozenset({400, 413, 415, 422})
-# Approximate characters of a token, and the bound on a call's cost: it keeps no KV.
+# Approximate number of characters of a token, and the largest cost of a call: it keeps no KV.
 TOKEN_CHARS, MOST_TOKENS = 4, 1_024
 
 
@@ -147,7 +147,8 @@ class _AnswerReceiver:
         if error is None:
             self.done.set_result(b"".join(self._parts))
         else:
-            # Not the error itself: its frames and this receiver would reference each other.
+            # Keep a copy and not the error itself: its frames and this receiver would reference
+            # each other.
             self.done.set_exception(UpstreamError(f"{type(error).__name__}: {error}"))
 
 

@@ -17,7 +17,8 @@ from rose.contract.gateway import GatewayCounters
 from rose.gateway.event_loop import LoopLag
 from rose.gateway.replicas.table import ReplicaEntry
 
-# A longer gap between two attempts is the router's choice, not the replica's slowness.
+# Longest gap between two attempts that counts as the replica's; a longer one is the router's
+# choice.
 GAP_S = 1.0
 
 

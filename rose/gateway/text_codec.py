@@ -31,7 +31,7 @@ from rose.tokenizer_pool.worker import (
 if TYPE_CHECKING:
     from tokenizers.decoders import DecodeStream
 
-# A shorter text takes less than a millisecond: a step of the event loop.
+# Longest text that is encoded in the event loop, in less than a millisecond.
 SHORT_CHARS = 4_096
 SHORT_TOKENS = 1_024
 TEXT_MEMORY_BYTES = 1 << 30
@@ -239,7 +239,7 @@ def _space_of(pre_tokenizer: Any) -> str | None:  # noqa: ANN401 - of tokenizers
     """Return the character that a Metaspace pre-tokenizer writes for a space, None without one;
     decoding strips it at the start of a text.
     """
-    # Its own state alone: all of a tokenizer is megabytes.
+    # Read the pre-tokenizer's state alone: the whole tokenizer's is megabytes.
     state = json.loads(pre_tokenizer.__getstate__()) if pre_tokenizer else {}
     steps = [state, *state.get("pretokenizers", ())]
     found = [step.get("replacement", "▁") for step in steps if step.get("type") == "Metaspace"]
@@ -369,7 +369,7 @@ class TextTrack:
         end = len(text) + 1
         for stop in self.plan.stop:
             at = text.find(stop, max(0, old - len(stop) + 1))
-            # The one that is complete first counts, not the one that is named first.
+            # The stop string that is complete first counts, not the one that is named first.
             if 0 <= at < end - len(stop):
                 end, self.matched = at + len(stop), stop
         if self.matched is None:

@@ -49,7 +49,7 @@ class Frozen(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-# Index in the driver's order, or a UUID or the beginning of one.
+# GPU by its index in the driver's order, or by its UUID or the beginning of one.
 Gpu = Annotated[int, Field(ge=0, strict=True)] | Annotated[str, Field(pattern="^GPU-")]
 
 
@@ -282,7 +282,7 @@ class ReplicaConfig(Frozen):
             kv_bytes=self.kv_bytes,
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_sequences,
-            # vLLM ends with the first score where tokens are to come together.
+            # vLLM fails at the first score if tokens are streamed in groups.
             stream_interval=self.stream_interval if self.runner == "generate" else 1,
             control_page=host.page if host else None,
             page_group=host.page_group if host else "",
@@ -292,7 +292,7 @@ class ReplicaConfig(Frozen):
             verify_key=node.verify_key,
             unsigned=node.unsigned,
             weights_dir=node.weights,
-            # There are no steps of a turn to run where none is taken.
+            # A pooling engine takes no turns, so it has no steps to warm up.
             warm_up_s=self.warm_up_s if self.runner == "generate" else None,
             step_profile=self.step_profile,
             host_step_profile=host.step_profile if host else None,
@@ -315,7 +315,7 @@ class ReplicaConfig(Frozen):
 
     @property
     def _own_env(self) -> dict[str, str]:
-        # vLLM has its sleep route among those for development.
+        # vLLM serves its sleep route only with its development routes.
         sleep = {"VLLM_SERVER_DEV_MODE": "1"} if self.sleep_mode else {}
         gated = self.kind == "guest" and self.device is not None
         return sleep | ({"ROSE_GATED_START": "1"} if gated else {})

@@ -115,7 +115,7 @@ class NodeDaemon:
             check_folder(config.discover.folder)
         self._book = HostBook(config.discover.at_most if config.discover else 0)
         self._rooms: dict[str, Room] = {}
-        # Requests of hosts that left, which met their targets and did not.
+        # Requests of hosts that are gone: (met their targets, missed one).
         self._left_requests = 0, 0
         self._replicas: dict[str, Replica] = {}
         self._network = WeightNetwork(config)
@@ -210,7 +210,7 @@ class NodeDaemon:
         if host and host.config.metrics_url and host.scrape:
             scraping = partial(watch_metrics, host.config.metrics_url, host.scrape, http)
             self._background.start("scrape", scraping, restarts=None)
-        # Without its scheduler a node's leases run out: it looks for one for ever.
+        # Without its scheduler a node's leases expire, so it looks for one for ever.
         self._background.start("session", self._session.run, restarts=None)
         self._background.start("guards", self._watch_guards, restarts=0)
         self._background.start("held memory", self._measure_held, restarts=None)
@@ -221,7 +221,8 @@ class NodeDaemon:
         for replica in self._replicas.values():
             replica.start(self._background)
         if self._config.discover:
-            # Its first look comes at once: guests of an earlier daemon wait, and not for long.
+            # The first scan starts at once: guests of an earlier daemon wait to be adopted, and not
+            # for long.
             finding = partial(self._find_hosts, self._config.discover)
             self._background.start(DISCOVERY, finding, restarts=None)
 
@@ -305,7 +306,7 @@ class NodeDaemon:
             if wanted.replicas and not found.alone:
                 raise RoseError(SHARED_GPU)  # noqa: TRY301
             if wanted.replicas:
-                # A driver may hang.
+                # Ask the driver in a thread, since it may hang.
                 await asyncio.to_thread(self._gpus.insist_all, wanted)
         except RoseError as error:
             self._events.write("host_without_guest", host=found.name, message=str(error))
@@ -363,7 +364,9 @@ class NodeDaemon:
 
     async def _end(self) -> None:
         self._background.let_end()
-        await self._background.end([DISCOVERY])  # or it would take hosts in meanwhile
+        await self._background.end(
+            [DISCOVERY]
+        )  # first, or it would open rooms of new hosts meanwhile
         await asyncio.gather(*(replica.stop(STOPPING) for replica in self._replicas.values()))
         for guard in self._guards:
             guard.stop()
@@ -371,7 +374,7 @@ class NodeDaemon:
         self._metrics.close()
         for room in self._rooms.values():
             if room.host:
-                room.host.close()  # and of the right to grant on its page
+                room.host.close()  # which also releases the right to grant on its page
         self._events.write("node_stopped", node=self._config.node)
         await asyncio.to_thread(self._logs.close)
         await asyncio.to_thread(self._audit.close)
@@ -458,5 +461,5 @@ class NodeDaemon:
         """Log a command that this release does not know; an empty command is only the leader's
         heartbeat.
         """
-        if command.ByteSize():  # of a newer scheduler
+        if command.ByteSize():  # a command of a newer scheduler
             self._events.write("command_ignored", command=None)

@@ -98,7 +98,7 @@ def look(folder: Path, group: str = "") -> FolderScan:
                 continue
             if found.name in hosts:
                 raise PageError(f"{page}: there is a host {found.name} at {hosts[found.name].page}")  # noqa: TRY301
-        except (PageError, OSError, ValueError) as error:  # of a file that shrinks just now
+        except (PageError, OSError, ValueError) as error:  # the file may be truncated just now
             unusable[page] = str(error)
         else:
             hosts[found.name] = found
@@ -116,7 +116,7 @@ def _pages(folder: Path, unusable: dict[Path, str], *, below: bool = True) -> It
                 for entry in islice(entries, MOST_ENTRIES)
             ]
     except OSError as error:
-        # Also a pod's folder that its kubelet made for root alone.
+        # This may be a pod's folder that its kubelet made for root alone.
         unusable[folder] = f"{folder} cannot be read: {error.strerror}; let its group read it"
         return
     for name, is_folder in seen:

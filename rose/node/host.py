@@ -43,7 +43,7 @@ from slo import Histogram, Scrape, ScrapeError, parse_scrape, percentile
 LOOK_EVERY_S = 0.1
 _NS = 1e9
 HOST_LATENCY = "host_latency.jsonl"
-# Shorter ones say more about steps than about load.
+# Shortest interval of a busy share: a shorter one measures steps and not load.
 LEAST_INTERVAL_S: Final = 0.9
 _MOST_ANCESTORS: Final = 64
 EVERY_S: Final = 1.0
@@ -52,7 +52,7 @@ MOST_BYTES: Final = 8 << 20
 WINDOW_S: Final = 10.0
 QUANTILES: Final = (0.5, 0.95)
 NO_LATENCY: Final = (0.0, 0.0)
-# Older figures are nobody's: stale data is no data.
+# Age in seconds above which a scrape counts as no data.
 STALE_S: Final = 5.0
 
 
@@ -425,7 +425,8 @@ class HostScrape:
         return scrape if now_s < at_s + STALE_S else None
 
     def _count(self, fresh: Scrape) -> None:
-        # Gaps between tokens are no requests: without a mean of each only TTFT counts.
+        # Gaps between tokens are not requests: without a mean TPOT of each request only TTFT
+        # counts.
         counted = [
             (each.count, each.count - each.at_most(target_s))
             for each, target_s in ((fresh.ttft, self._ttft_s), (fresh.tpot, self._tpot_s))

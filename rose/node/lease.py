@@ -254,7 +254,7 @@ class LeaseStateMachine:
         self._life = 0
         self._engine_up = False
         self._switching_until_s = 0.0
-        # The lease whose turns the engine may run: from the call on, for its answer may be lost.
+        # Lease whose turns the engine may run: set when Admit is due, since its answer may be lost.
         self._admits: int | None = None
         self._answered = False
         self._ending: Ended | None = None
@@ -286,7 +286,8 @@ class LeaseStateMachine:
         """Return a snapshot of the lease and its engine's state (any thread)."""
         held, ending = self._held, self._ending
         return LeaseStatus(
-            # In this order: seen halfway through a change, an epoch is too old, never too new.
+            # Read the epoch first: in a snapshot taken halfway through a change it is too old,
+            # never too new.
             epoch=held.epoch,
             until_s=held.until_s,
             vacant=self._admits is None,

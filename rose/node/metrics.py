@@ -48,7 +48,7 @@ from rose.node.replica_client import ReplicaClient
 from rose.release import release
 
 INTERVAL_S = 1.0
-# Events of the log, and what of the weights was refused.
+# Events of the log that record refused weights, and the kind of what was refused.
 REJECTIONS = {
     "chunk_rejected": "chunk",
     "version_refused": "version",
@@ -57,9 +57,9 @@ REJECTIONS = {
 FROZEN_MODES = ("freeze", "drain", "kill")
 PAUSE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 RECLAIM_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
-# Shares of the target; 1.0 makes attainment a bucket of its own.
+# Bucket bounds as shares of the target; 1.0 makes attainment a bucket of its own.
 LADDER: Final = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
-# A caller that says nothing holds a thread for no longer.
+# Seconds for which a silent caller may hold a thread.
 PATIENCE_S: Final = 10.0
 _NS = 1e9
 
@@ -77,7 +77,7 @@ class ReplicaPoller:
     async def run(self) -> None:
         while True:
             state = GuestState()
-            # Telemetry only: whether the engine obeys is judged where it is told something.
+            # The poll is telemetry only: calls of the lease agent decide if the engine obeys.
             with contextlib.suppress(UnavailableError):
                 if self._is_up():
                     said = await self._client.state()

@@ -19,11 +19,12 @@ from rose.errors import ConfigError, RefusedError
 from rose.node.guest.kill_switch import KillSwitch
 from rose.rpc import rose_pb2
 
-# A lease's life: a cut-off node stops computing at its end in any case.
+# Life of a lease: a cut-off node stops computing at its end in any case.
 STALE_AFTER_S: Final = 5.0
 LEAST_S: Final = {"stale_after_s": 1.0, "reclaim_deadline_s": 0.5}
 MOST_S: Final = 600.0
-# A scheduler renews each second: a lease that lives for much longer would outlive its node's sight.
+# A scheduler renews leases each second: one that lived for much longer would outlast the node's
+# contact with it.
 MAX_LEASE_TTL_S: Final = 60.0
 MAX_EPOCH = MAX_VERSION = 2**53
 MAX_NEIGHBOURS: Final = 4_096
@@ -185,7 +186,7 @@ class HarvestSwitch:
         else:
             self._cluster = command.mode
             self._own.clear()
-        # A stop that is over for a moment begins anew, whoever looks when.
+        # Look at every replica now, so that a stop that is lifted for a moment begins anew.
         for replica in list(self._off_since_s):
             self.off(replica)
 

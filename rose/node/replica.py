@@ -163,10 +163,11 @@ class Replica:
         # A second supervisor would start another engine beside one that still runs.
         background.start(self._task("supervisor"), self.supervisor.run, restarts=0)
         background.start(self._task("lease"), self.lease_agent.run)
-        # Without these two a replica gets stale, or its load is not known: nothing worse.
+        # A failure of these two only makes a replica stale, or its load unknown, so they are
+        # restarted without a limit.
         background.start(self._task("updates"), self.updates.run, restarts=None)
         if self.config.kind != "guest":
-            # A guest says it all on the control page, for nothing.
+            # A guest's figures are on its control page already.
             background.start(self._task("gauge"), self.poller.run, restarts=None)
 
     async def leave(self, background: Background, reason: str) -> None:
@@ -174,7 +175,8 @@ class Replica:
         names = [self._task(part) for part in ("supervisor", "lease", "updates", "gauge")]
         background.let_end(names)
         await self.stop(reason)
-        # Its last act is to let go of the guest's record; cut off in it, it would leave a lock.
+        # The supervisor's last act is to release the guest's record; cut off in it, it would leave
+        # a lock.
         await background.ended(self._task("supervisor"), END_PATIENCE_S)
         await background.end(names)
 
@@ -203,7 +205,7 @@ class Replica:
         if state is EngineState.HEALTHY:
             said = await self._client.state()
             if (beyond := exposed_at(self.config.port)) is not None:
-                # Whoever reaches it sends turns without a certificate.
+                # Any caller that reaches the port could send turns without a certificate.
                 self._broken(f"it listens at {beyond} and not on loopback alone")
             elif said.proven:
                 self._trusted = True
@@ -214,7 +216,7 @@ class Replica:
         else:
             self.lease_agent.happened(EngineDown())
             self.updates.engine_down()
-            # The next life begins with the folder again, whatever this one was updated to.
+            # The next engine starts from the folder again, whatever version this one had.
             self.model = self._started_model
         self._log("engine_state", state=state.value)
         self._session.changed()
@@ -273,7 +275,7 @@ class Replica:
         meanwhile.
         """
         if self.supervisor.state is not EngineState.HEALTHY and self.model == self._wanted_model:
-            return  # That is what starts now.
+            return  # the engine that starts now has this model
         self.model = self._started_model = self._wanted_model
         self.updates.engine_down()
         self.lease_agent.happened(SwitchBegun(self.config.start_timeout_s))
@@ -336,7 +338,7 @@ class Guest(Replica):
         """
         if self._orders.kill_switch.engaged:
             return KILLED
-        # Without a right to exist it still may finish handing its turns back, within its deadline.
+        # A guest that must not exist may still finish draining its turns, within its deadline.
         harvest, name = self._orders.harvest, self.config.id
         if not harvest.off(name):
             return None
@@ -509,7 +511,7 @@ class Guest(Replica):
         barred = self._orders.bars(name)
         held = await asyncio.to_thread(self.held) if barred and self.reclaimer else None
         if self.guard is None:
-            return  # Its host left meanwhile.
+            return  # the host left meanwhile
         self._still_held = amount = held.amount if held else None
         order_s = self._orders.harvest.off_since_s(name)
         seen = Measured(barred, amount, self.guard.duty(), self.reclaim_s, order_s)

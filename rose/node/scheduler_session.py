@@ -117,18 +117,20 @@ class SchedulerSession:
     async def run(self) -> None:
         async with self._leader as leader:
             while True:
-                # Leases of a lost stream are over for the scheduler: what was left to say is moot.
+                # Leases of a lost stream are over for the scheduler: pending reports on them are
+                # moot.
                 self._pending.clear()
                 ended: Exception | None = None
                 try:
                     stub = rose_pb2_grpc.SchedulerStub(await leader.connected())
-                    # From before the stream is there: what stands in it is then younger than that.
+                    # The stall clock starts before the stream exists, so every message in the
+                    # stream is younger.
                     stall = Stall(STALL_S, self._clock)
                     await self._follow(stub.Attach(self._outgoing()), stall)
                 except StalledError as error:
                     self._events.write("session_stalled", message=str(error))
                     self._caps.lost()
-                    continue  # nothing speaks against the same leader
+                    continue  # the same leader is tried again at once
                 except grpc.aio.AioRpcError as error:
                     ended = error
                     self._miss(str(error.details()))
@@ -197,7 +199,7 @@ class SchedulerSession:
         yield rose_pb2.NodeReport(node=self._node, hello=self._hello)
         while True:
             self._changed.clear()
-            # Ends first: an offer before them would speak of a lease that is over.
+            # Send ends of leases first: an offer before them would name a lease that is over.
             while self._pending:
                 yield self._pending.popleft()
             for report in self._reports():

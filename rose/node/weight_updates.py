@@ -43,7 +43,8 @@ from weight_transfer.errors import FanoutError, FetchError, IndexFormatError
 from weight_transfer.fetch import ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
 from weight_transfer.fetch.nccl import GroupLead, Membership, join_group, lead
 
-# A replica further behind than that finds its way in the publisher's catalog.
+# Number of announced deltas kept for each job; a replica further behind plans by the publisher's
+# catalog.
 STEPS_KEPT = 4_096
 
 
@@ -77,7 +78,7 @@ class AnnouncedVersions:
         """
         steps = self._by_parent.setdefault(known.job, {})
         if known.parent == known.version:
-            # A run that starts anew: no step of the chain before leads to it.
+            # The run has restarted: no earlier delta leads to its versions.
             steps.clear()
         else:
             steps[known.parent] = known
@@ -433,7 +434,7 @@ class Updates:
         """True if the engine's weights are not known to be a version of the leasing job."""
         if not self._wanted:
             return False
-        # An engine that does not say whose version it has is not believed to have this job's.
+        # An engine that does not name the job of its version is not trusted to have this job's.
         unnamed = self.version > 0 and not self.job and not self._source.chain.only_job
         return self._other_model or unnamed or self.job not in ("", self._wanted)
 
@@ -526,10 +527,11 @@ class Updates:
             case UnprovenError():
                 self._unproven(version, str(error))
             case ReplicaHostBusyError():
-                # Its turn comes when the host has less to do; until then the guest serves on.
+                # The version is tried again when the host has less to do; until then the guest
+                # serves on.
                 self._log("host_busy", version=version, message=str(error))
             case RefusedError() | UnavailableError() if self._unwanted(known):
-                # An engine takes no weights of a job that is not leased to it any more: no fault.
+                # The engine rightly refuses weights of a job that no longer leases it.
                 self._log("update_late", version=version, message=str(error))
             case _:
                 self._refused(version, str(error))

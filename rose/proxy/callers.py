@@ -26,7 +26,8 @@ from rose.security.roles import Identity, Role
 
 # Time for a caller to read a refusal, while the rest of its body comes in and is dropped.
 LINGER_S: Final = 1.0
-# Longer than gateways keep theirs: they hang up first, and no turn meets a connection that closes.
+# Seconds for which an idle caller is kept, longer than gateways keep connections: they hang up
+# first, and no turn meets a connection that closes.
 IDLE_S: Final = 330.0
 MOST: Final = 4_096
 LOOPBACK: Final = "127.0.0.1"
@@ -252,7 +253,7 @@ class CallerConnection(asyncio.Protocol):
             self._unsent.append(data)
 
     def on_message_complete(self) -> None:
-        # A moment later the parser no longer knows whether the caller keeps the connection.
+        # Ask the parser now: a moment later it no longer knows if the caller keeps the connection.
         self._whole, self._last = True, not self._parser.should_keep_alive()
         self._allow(None)
 
@@ -290,7 +291,8 @@ class CallerConnection(asyncio.Protocol):
         try:
             engine = await self._door.engines.connect(port, LOOPBACK, port)
         except (OSError, TimeoutError):
-            # Before anything was sent: another replica may get it at once.
+            # No byte was sent to an engine: the gateway may send the turn to another replica at
+            # once.
             self._asking = None
             self._refuse(PassRefusedError(503, "unavailable", "the engine does not answer"))
             return

@@ -28,7 +28,7 @@ from rose.security.certificates import (
 )
 from rose.security.roles import Role
 
-# Behind the daemon and its guard on a machine with few cores.
+# Niceness of the proxy, which runs behind the daemon and its guard on a machine with few cores.
 NICENESS: Final = 5
 EXIT_BAD_INPUT: Final = 2
 _logger = logging.getLogger("rose.proxy")

@@ -43,7 +43,8 @@ class TurnGate:
             await self._moved.wait()
 
 
-# Leap of a restored store: its epochs continue from the time in milliseconds.
+# Largest leap of epochs, that of a restored store: its epochs continue from the time in
+# milliseconds.
 MAX_LEAP: Final = 1 << 42
 
 

@@ -104,7 +104,7 @@ async def _run(served: Turns, answer: _Answer, place: int, turn: ReplicaTurn) ->
     except RequestRefusedError as error:
         answer.add([BatchLine(place, StreamLine(message=str(error)), error.status)])
     except ClientGoneError:
-        # Nobody waits for it; the rest of it is ended below.
+        # The client is gone; the turn is closed below.
         return
     except Exception as error:  # noqa: BLE001 -- the others go on
         _LOG.exception("a turn of a batch failed")

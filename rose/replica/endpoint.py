@@ -116,7 +116,7 @@ class GenerateApp:
         await self.turns.serve(self.turns.open(body, trace_in(scope)), receive, send)
 
     async def _serve_batch(self, body: contract.BatchBody, receive: Receive, send: Send) -> None:
-        # The same holds for all of them.
+        # Nothing is awaited either until all turns are open.
         shut = [self.shut(turn.job) for turn in body.turns]
         if all(shut):
             await refuse(send, 503, "draining", shut[0])

@@ -18,7 +18,7 @@ from rose.replica.token_versions import KvStaleness, Span
 from rose.tracing import TraceContext
 
 WARM_UP_OUTPUT_TOKENS: Final = 3
-# More rows take the same kernels: above this a prefill only takes longer.
+# Most prompt tokens of a warm-up batch: more rows use the same kernels, and only take longer.
 MOST_WARM_UP_TOKENS: Final = 1024
 BAD_REQUEST: Final = 400
 
@@ -100,7 +100,7 @@ class StampedRequest(ABC):
         self._wants_prompt = False
         version = chunks[0].version
         if version != self._began:
-            # Some may be of the version before: the turn is requested again.
+            # Some logprobs may be of the version before, so the turn is requested again.
             return OutputDelta([], "abort")
         found = places()
         prompt = [

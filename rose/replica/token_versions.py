@@ -55,7 +55,7 @@ class KvStaleness:
             oldest = activation.version
             if not activation.kept_kv or oldest <= began:
                 return min(oldest, version)
-        # Versions that are forgotten are at least as old as the turn's.
+        # Forgotten versions are at most as new as the one under which the turn began.
         return min(began, version)
 
     def salted(self, salt: str | None) -> str | None:

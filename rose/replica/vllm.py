@@ -78,7 +78,8 @@ class EngineStamps:
     """Token versions of a vLLM that reports them with its outputs (0.32)."""
 
     def __init__(self, engine: Any) -> None:  # noqa: ANN401 -- vLLM's AsyncLLM
-        # `_of_engines` keeps this for as long as there is the engine, and must not keep the engine.
+        # `_of_engines` keeps this object as long as the engine lives, so it must not keep the
+        # engine.
         self._engine = weakref.proxy(engine)
 
     def starts(self, collector: Any) -> Sequence[Start] | None:  # noqa: ANN401 -- vLLM's collector

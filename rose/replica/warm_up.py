@@ -89,7 +89,7 @@ class WarmUp:
             self._end(str(error))
         except self._engine.failures as error:
             self._end(f"{type(error).__name__}: {error}")
-        except Exception as error:  # or it would be neither warm nor failed for ever
+        except Exception as error:  # any error must set `failed`
             self._end(f"{type(error).__name__}: {error}")
             raise
 

@@ -307,7 +307,7 @@ class ChatAnswer(OpenAIResponse):
             return {"content": wire.text_between(stream, start, end, over)}
         found = self._found[index]
         if not over:
-            # All of it is known, and comes with the last tokens.
+            # The whole delta is known at the end, and is sent with the last tokens.
             return {"content": ""}
         delta: dict[str, object] = {"content": found.content} if found.content else {}
         return {**delta, "tool_calls": found.deltas()} if found.calls else delta

@@ -38,7 +38,7 @@ from rose.tracing import trace_of
 NOTHING = msgspec.Raw(b"null")
 MAX_NOTHING_BYTES = 64
 MAX_DIGITS = 15
-# Engines sample greedily at temperatures below it.
+# Engines sample greedily at temperatures below this one.
 GREEDY_BELOW = 1e-5
 MAX_STOPS = 256
 MAX_STOP_CHARS = 4_096
@@ -278,7 +278,7 @@ def refuse_unsupported(asked: msgspec.Struct, kind: type[msgspec.Struct]) -> Non
     for name, neutral in _neutral_values(kind):
         given = getattr(asked, name)
         if given is NOTHING or given is None or given == neutral:
-            # Not sent, like nearly all of them.
+            # The field was not sent, like nearly all of them.
             continue
         given = _unread(given)
         if given is None or given == neutral or (not given and not neutral):

@@ -89,7 +89,7 @@ async def found_tools(
     tokens = stream.tokens
     stop = stream.stop_reason
     if stream.finish_reason == "stop" and not isinstance(stop, str):
-        # The token that ended it has no text, as in vLLM.
+        # The token that ended the output has no text, as in vLLM.
         tokens = tokens[:-1]
     plan = None if stream.text is None else stream.text.plan
     job = ParseTools(

@@ -12,7 +12,7 @@ from rose.gateway.turns.token_stream import TokenStream
 
 encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
-# Both APIs write -inf and NaN like this.
+# Both APIs write -inf and NaN as this number.
 LOWEST_LOGPROB = -9999.0
 # Output tokens of one request that are written in one step of the event loop, some milliseconds;
 # the rest of a turn counts as TURN_TOKENS.
@@ -147,7 +147,7 @@ def finite(logprobs: Sequence[float]) -> Sequence[float]:
     """Return logprobs that JSON can hold: NaN and values below LOWEST_LOGPROB become
     LOWEST_LOGPROB.
     """
-    # Nearly all of them are finite, which two passes in C find out.
+    # Nearly all logprobs are finite, which two passes in C check.
     if not logprobs or (min(logprobs) >= LOWEST_LOGPROB and not math.isnan(sum(logprobs))):
         return logprobs
     return [LOWEST_LOGPROB if math.isnan(each) else max(each, LOWEST_LOGPROB) for each in logprobs]

@@ -70,7 +70,7 @@ class BatchedTurn:
         self.body = body
         self.receiver: TurnReceiver | None = receiver
         self.place = 0
-        # No more lines of it will come.
+        # True if no more lines of the turn will come.
         self.over = False
 
     def leave(self, receiver: TurnReceiver, rest_s: float = 0.0) -> None:
@@ -173,7 +173,7 @@ class _Batch:
         self._status = 0
         self._fault = b""
         self._leaving: list[int] = []
-        # The replica may still work for a turn that was cancelled.
+        # True if the replica may still work for a turn that was cancelled.
         self._left_early = False
         self.url = url
 
@@ -235,7 +235,7 @@ class _Batch:
             found = [_decode(line) for line in self._reader.split(data) if line]
             self._give(found)
         except _BROKEN_LINES as error:
-            # Nobody knows what is missing of any of them.
+            # A lost line may be any turn's, so all turns end.
             self._hang_up()
             self._end(BackendError(f"{type(error).__name__}: {error}"))
 
@@ -273,7 +273,7 @@ class _Batch:
         status = self._status or OK
         seats, self._seats = self._seats, []
         for seat in seats:
-            # Each gets its own: a raised error references the frames of its turn.
+            # Each turn gets its own error: a raised error references the frames of its turn.
             seat.end(None if error is None else fresh(error), status, self._fault)
 
     async def _ask_alone(self) -> None:
@@ -299,7 +299,7 @@ class _Batch:
             said = await self._upstream.post(self.url + LEAVE_BATCH, body, NOBODY)
             said.leave(NOBODY, LEAVE_S)
         except OSError:
-            # They run on to their ends, or the replica is gone.
+            # The turns run on to their ends, or the replica is gone.
             return
 
     def _hang_up(self, rest_s: float = 0.0) -> None:

@@ -193,7 +193,7 @@ class Upstream:
             # A failed verification is a ValueError too.
             raise UpstreamError(f"{host_port(host, port)} is not proved: {error}") from error
         except ValueError as error:
-            # A host that is not a name at all, to IDNA for example: found out in the lookup.
+            # A host that is not a valid name, to IDNA for example, fails in the lookup.
             raise UpstreamError(f"{host!r} is no host of a replica: {error}") from error
 
 

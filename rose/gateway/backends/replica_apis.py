@@ -120,7 +120,8 @@ class _Fault(msgspec.Struct, gc=False):
     code: int | str | None = None
 
 
-# A slow request, an id that the engine still knows, too many requests: not the caller's faults.
+# Statuses that are not the caller's fault: a slow request, an id that the engine still knows, too
+# many requests.
 _OWN_FAULTS = frozenset({408, 409, 429})
 _decode_fault = msgspec.json.Decoder(_Fault).decode
 

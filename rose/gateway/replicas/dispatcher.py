@@ -64,7 +64,8 @@ class LiveAttempt:
                 return self.interrupted, "lease lost"
             return await work()
         except asyncio.CancelledError:
-            # Ours (interrupt), or the caller is gone as well: only ours alone continues.
+            # The cancellation came from `interrupt`, or the caller is gone as well: only one of
+            # `interrupt` alone continues.
             if self.interrupted is None or self.task is None or self.task.uncancel() > 0:
                 raise
             return self.interrupted, self.interrupted.value
@@ -114,16 +115,16 @@ class Dispatcher:
         self.jobs = JobRouters()
         self.default_versions = DefaultVersions(settings.max_staleness)
         self._entries: dict[str, ReplicaEntry] = {}
-        # In order of their beginning, so that one history has one outcome.
+        # Live attempts in order of their beginning, so that one history has one outcome.
         self._live: dict[LiveAttempt, None] = {}
         # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
         self._waiting: list[_WaitingTurn] = []
         # Router and versions of turns that could not be placed in the last pass over the queue.
         self._blocked: set[tuple[Router, int | None, int | None]] = set()
         self._arrivals = count()
-        # Set when a turn comes and there was none.
+        # Event that is set when a turn comes and there was none.
         self.work_began = asyncio.Event()
-        # Tokens by job, if a reader takes them away again.
+        # Tokens by job since the last demand report; None if nothing reports demand.
         self.made_tokens: Counter[str] | None = None
         self.switches = LeaseLatencyClock()
 
@@ -230,7 +231,7 @@ class Dispatcher:
             self.pump()
         over = not avoid and not granted.done()
         if over and self._queue_full(need.job, self.settings.max_waiting + 1):
-            # Here each sample of a request counts: all were admitted before the first waited.
+            # Each sample of a request counts here: all were admitted before the first waited.
             self._waiting.remove(waiter)
             raise QueueFull(
                 f"over {self.settings.max_waiting} turns would wait (--max-waiting); "
@@ -347,7 +348,7 @@ class Dispatcher:
         patient_s = now_s - min(settings.version_wait_s, settings.queue_wait_s)
         for waiter in self._waiting:
             if waiter.since_s > patient_s and waiter.need.exact_version is None and not unversioned:
-                # Nothing can be known of it yet, as of nearly all of thousands.
+                # No verdict is possible on this turn yet, as on nearly all of thousands.
                 continue
             error = self._verdict(waiter, now_s)
             if error is not None and not waiter.granted.done():
@@ -431,7 +432,7 @@ class Dispatcher:
         if waited_s <= limit_s:
             return None
         if waiter.batch and now_s - router.heard_s <= limit_s:
-            # A member waits for the batch itself: its replicas work.
+            # A turn of a batch waits for the batch's other turns as long as its replicas work.
             limit_s = self.settings.batch_wait_s
         if waited_s <= limit_s:
             return None

@@ -104,7 +104,8 @@ def _reads(decoder: Decoder[object], answer: tuple[int, bytes]) -> bool:
     return True
 
 
-# Takes a replica's kind, or, once, that it does not answer yet.
+# Function that is called with a replica and its probe, or, once, with None while it does not
+# answer.
 FoundSink = Callable[[StaticReplica, Probed | None], None]
 
 

@@ -35,7 +35,7 @@ class ReplicaEntry:
     decode_tok_s: float = 0.0
     prefill_tok_s: float = 0.0
     api: ReplicaApi = ReplicaApi.ROSE
-    job: str = ""  # that has its lease
+    job: str = ""  # job that has the lease
 
     def view(self) -> ReplicaView:
         """Return the row as the router takes it; it is usable if it is leased and healthy."""
@@ -70,5 +70,5 @@ class ReplicaEntry:
         )
 
 
-# All replicas, and all registered jobs: none if they are unknown.
+# Function that takes a new table: all replicas, and all registered jobs, none if they are unknown.
 TableSink = Callable[[tuple[ReplicaEntry, ...], tuple[str, ...]], None]

@@ -196,7 +196,8 @@ def entry_of(row: rose_pb2.Replica) -> ReplicaEntry:
         leased=row.leased,
         lease_epoch=row.lease_epoch,
         healthy=row.healthy,
-        # A number of another job's weights means nothing: to its job the replica has none yet.
+        # A version number of another job's weights means nothing here: this job's turns see version
+        # 0.
         policy_version=row.policy_version if row.held_job in ("", row.job) else 0,
         max_sequences=row.max_sequences,
         kv_tokens=row.kv_tokens,

@@ -30,7 +30,8 @@ REST_OF_ANSWER_S = 1.0
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
 UNAVAILABLE = 503
 MAX_FAULT_BYTES = 2_048
-# An engine that still knows the attempt's id, which is the gateway's: never the caller's fault.
+# Errors of an engine that still knows the attempt's id, which the gateway chose: never the caller's
+# fault.
 KNOWN_ID = re.compile("duplicate request id|already running", re.IGNORECASE)
 ENDS = {"stop": End.FINISHED, "length": End.FINISHED, "revoked": End.REVOKED, "abort": End.REVOKED}
 # All errors of a replica within one attempt.
@@ -172,7 +173,8 @@ class AttemptStream:
     _prompt_seen: bool = False
     _asked: Attempt = field(init=False)
     _reader: AnswerReader = field(init=False)
-    # Never an error that is raised here: its frames and this attempt would reference each other.
+    # It never holds an error that was raised here: its frames and this attempt would reference each
+    # other.
     _over: "asyncio.Future[Ending | Exception]" = field(init=False)
 
     def __post_init__(self) -> None:

@@ -26,9 +26,9 @@ from rose.gateway.turns.attempt import TurnAttempts
 from rose.gateway.turns.token_stream import TokenStream
 from rose.process.background_tasks import described
 
-# Groups without a running member; those idle for longest are forgotten first.
+# Number of kept groups without a running member; those idle for longest are forgotten first.
 IDLE_GROUPS_KEPT = 4_096
-# A turn that is nearly done is not worth the prefill of a copy, whatever the figures say.
+# Least remaining time of a turn that gets a copy: below it the prefill of a copy is not worth it.
 LEAST_LEFT_S = 0.2
 NEVER_S = float("inf")
 Work = Callable[[TurnAttempts], Awaitable[None]]
@@ -129,7 +129,8 @@ class HedgedTurn:
                     try:
                         raise error
                     finally:
-                        # Its frames reference this one, which must not reference the error.
+                        # The error's frames reference this frame, which must not reference the
+                        # error.
                         del error
             # The rest reads the end of its stream, so that its connection can be reused.
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -140,7 +141,7 @@ class HedgedTurn:
             if not self._won:
                 furthest = max(self.copies, key=lambda copy: copy.journal.generated)
                 self.feed.show(furthest.journal, furthest.text)
-            # They reference each other and this turn.
+            # Copies and tasks reference each other and this turn.
             self.copies.clear()
             self._tasks.clear()
 

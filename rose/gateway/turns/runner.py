@@ -62,7 +62,7 @@ class TurnRunner:
             await self._run(request, feed)
             return
         span = self._spans.begin("rose turn", parent, {"rose.request_id": request.request_id})
-        # Its attempts are parts of it.
+        # The spans of the turn's attempts are children of this span.
         request.origin = replace(request.origin, trace=span.context)
         error = "it was given up"
         try:
@@ -215,7 +215,7 @@ class SharedTurns:
         request.origin = replace(request.origin, job=named)
         job = self._dispatcher.jobs.owner(named)
         key = _key(job, request.name)
-        # After the fingerprint: repeated under a newer version it is the same turn.
+        # Set it after the fingerprint: repeated under a newer version it is the same turn.
         request.min_version = self._dispatcher.default_versions.min_version_of(
             named, request.min_version, request.exact_version
         )
@@ -315,7 +315,7 @@ class SharedTurns:
             self._answers.forget(shared.key, shared)
             shared.fail(error)
         except BaseException:
-            # Cancelled, or a fault of this program, for which its readers must not wait.
+            # The task was cancelled, or this program has a fault; readers must not wait for either.
             self._answers.forget(shared.key, shared)
             shared.fail(TurnError("the gateway gave the turn up: send it again"))
             raise

@@ -18,7 +18,8 @@ from rose.contract.replica import PromptLogprobs
 from rose.gateway.errors import TurnError, fresh
 from rose.gateway.text_codec import TextTrack
 
-# Size of CPython's objects, measured: a feed and its parts, a span or a segment.
+# Measured sizes of CPython's objects: of a stream with its parts, of a span or segment, of a prompt
+# position.
 FEED_BYTES = 2_048
 SPAN_BYTES = 160
 PLACE_BYTES = 150
@@ -32,7 +33,7 @@ class TokenStream:
 
     journal: TurnJournal
     text: TextTrack | None = None
-    # Every answer of this turn has the same, however often it is requested.
+    # Unix time of the turn's begin, equal in all its answers, however often it is requested.
     created: int = field(default_factory=lambda: int(time.time()))
     took_s: float = 0.0
     stop_reason: int | str | None = None

@@ -119,7 +119,7 @@ class RolloutTurns:
                 return aborted_output([], [], [], self._steps)
             await self._admits.wait()
             names: _Names = {
-                # verl's own may be a trajectory's, which has several turns.
+                # verl's own id may be a trajectory's, which has several turns.
                 "request_id": f"{request_id}/{next(self._numbers)}",
                 "session_id": session,
                 "min_version": self._steps.least,
@@ -199,7 +199,7 @@ class RolloutTurns:
 # ---- sessions ----
 
 BLOCK = 16
-# Ended turns to remember: several times as many as an agent loop runs at once.
+# Number of ended turns to remember: several times as many as an agent loop runs at once.
 MOST = 65_536
 _Key = tuple[int, tuple[int, ...]]
 
@@ -217,7 +217,7 @@ class TokenSessions:
     def __init__(self, most: int = MOST) -> None:
         self._most = most
         self._ended: OrderedDict[_Key, str] = OrderedDict()
-        # Lengths of the remainders for each chain: most have one.
+        # Lengths of the remainders by the hash of the blocks before: most have one.
         self._rests: dict[int, list[int]] = {}
 
     def session_of(self, prompt: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from rose.client.types import Turn
 from rose.contract.replica import sampling_of
 from rose.errors import RefusedError
 
-# Values that change nothing, and come with every request.
+# Sampling fields of verl that are accepted at these values, which change nothing.
 NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
     "n": (None, 1),
     "stop": (None, (), [], ""),
@@ -24,7 +24,7 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 NOT_ASKED: Final = frozenset({"logprobs", "detokenize", "skip_special_tokens"})
 # Sampling fields that a turn's request may have; verl's trainer reads no logprobs of prompts.
 SAMPLED: Final = frozenset(Sampling.__struct_fields__) - {"prompt_logprobs", "structured_outputs"}
-# Turns that last for more updates are few.
+# Number of versions to remember: few turns last for more updates.
 REMEMBERED = 256
 COMPLETED, ABORTED = "completed", "aborted"
 

@@ -222,8 +222,8 @@ class GuardThread:
             try:
                 self.tick()
             except OSError as error:
-                # No descriptor is left, or the kill file's disk does not answer: no grant is
-                # written, so the guest's last one expires.
+                # This process has no free descriptor, or the kill file's disk does not answer: no
+                # grant is written, so the guest's last one expires.
                 if unreadable != str(error):
                     unreadable = str(error)
                     self._events.write("guard_held_up", replica=self._name, message=unreadable)
@@ -267,7 +267,7 @@ class GuardThread:
         self.host = view.state
         believed = None if doubt else view.believed(now_ns)
         self.host_idle = believed is not None and believed.idle
-        # A guest that lost its core in the middle of a write is as it was before.
+        # The section may be half written by a guest that lost its core: keep the last state.
         self.guest = self._page.guest.peek() or self.guest
         seen = Observation(
             view,
@@ -298,7 +298,7 @@ class GuardThread:
     def _sample(self, grant: Grant) -> None:
         host = self.host or HostState()
         guest = self.guest or GuestState()
-        # Why the guest does not run: its grant, or else what its gate said last.
+        # Reason why the guest does not run: its grant's, or else the last one of its gate.
         reason = guest.gate_reason if grant.token_budget else grant.reason
         sample = GuestSample(
             t_s=self._clock_ns() / _NS,

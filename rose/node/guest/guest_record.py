@@ -86,7 +86,7 @@ class GuestLock:
         """Delete the record and release its lock; a keeper that still watches the file ends its
         guest.
         """
-        # A record that stays on a disk that takes nothing names a process that is gone.
+        # A record that cannot be deleted is harmless: it names a process that is gone.
         with contextlib.suppress(OSError):
             self._path.unlink()
         if self._held:

@@ -33,7 +33,8 @@ from rose.process.launcher import kill_group
 from rose.process.procfs import group_bytes, group_cpu_s
 
 KILLED = "kill switch"
-# On a disk a thread looks for the file so often; no answer for so long counts as a disk that hangs.
+# Interval at which a thread looks for a file on a disk, and time without an answer after which the
+# disk counts as hung.
 LOOK_EVERY_S = 0.05
 ANSWER_S = 1.0
 
@@ -88,7 +89,7 @@ class KillSwitch:
 
 
 PATIENCE_S = 1.0
-# `reclaimDeadline` of a policy that does not say another.
+# Default `reclaimDeadline` of capacity policies.
 DEADLINE_S = 5.0
 POLL_S = 0.01
 DUTY_WINDOW_S = 0.1

@@ -221,9 +221,9 @@ GIB = 1 << 30
 ENGINE_BYTES = 3 * GIB
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # noqa: S108 -- CUDA's own default
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
-# No folder, so CUDA finds no daemon in it and goes without.
+# Path that is not a folder, so CUDA finds no MPS daemon in it and goes without.
 NO_PIPES = "/dev/null"
-# CUDA's words for a client of MPS: 0 normal, 1 below normal.
+# CUDA's number for the low priority of an MPS client: 0 normal, 1 below normal.
 LOW_PRIORITY = "1"
 
 
@@ -304,7 +304,8 @@ class Gpus:
         if replica.wants_mps:
             told[PIPES] = str(insist_mps(replica))
         elif replica.kind == "guest":
-            # CUDA joins whatever control daemon it finds, and one client's fault ends them all.
+            # Hide MPS: CUDA joins any control daemon that it finds, and one client's fault ends all
+            # clients.
             told[PIPES] = NO_PIPES
         if replica.mps_priority == "low":
             told["CUDA_MPS_CLIENT_PRIORITY"] = LOW_PRIORITY

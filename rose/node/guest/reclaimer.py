@@ -152,7 +152,7 @@ class Reclaimer:
                 await asyncio.sleep(POLL_S)
                 measured = await measuring.held_bytes()
         except Exception:
-            # Whatever broke: memory that is wanted back comes back.
+            # The reclaim itself failed, and the host still needs the memory: end the guest.
             guest.kill(reason)
             raise
         finally:

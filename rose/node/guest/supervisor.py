@@ -22,10 +22,11 @@ from rose.node.guest.guest_record import GuestLock, fingerprint
 from rose.process.launcher import lower_group
 from rose.process.procfs import STOPPED, ProcessIdentity, find_in_group, group_states
 
-# A guest runs behind everybody else, so a busy host alone may silence it for a while.
+# Seconds without a heartbeat before /proc is read: a guest runs behind all other processes, so a
+# busy host alone may silence it for a while.
 SILENT_S = 2.0
 STUCK_S = 60.0
-# vLLM's engine cores call themselves so.
+# Process name of vLLM's engine cores.
 CORE = "VLLM::EngineCor"
 _NS = 1e9
 _T = TypeVar("_T")
@@ -237,10 +238,10 @@ class Supervisor:
         if record.spec != fingerprint(self.spec):
             refusal = "it was started with other settings"
         elif refusal is None and await engine.warms_up():
-            # Only who starts an engine grants it time to warm up in: see `warming`.
+            # Only the daemon that starts an engine grants it time to warm up: see `warming`.
             refusal = "it was not warm yet"
         if refusal is None:
-            # Whatever the earlier daemon died over.
+            # Lower its priority again: the earlier daemon may have died while it was boosted.
             lower_group(record.identity.pid, share_of(self.spec) or "background")
             self._log("engine_adopted", pid=record.identity.pid)
             return engine
@@ -249,7 +250,9 @@ class Supervisor:
         return None
 
     async def _obtain(self) -> EngineProcess:
-        await asyncio.to_thread(self._owner.check_room)  # it may ask a driver, which may hang
+        await asyncio.to_thread(
+            self._owner.check_room
+        )  # in a thread, since it may ask a driver, which may hang
         keep = self._claim.begin() if self._claim else None
         engine = await EngineProcess.start(self.spec, keep)
         if self._claim:
@@ -310,7 +313,7 @@ class Supervisor:
             code = await self._done(self._engine.process.wait(), self._engine, self._owner.hangs)
             self._log("engine_ended", code=code, wanted=self._stopping.is_set())
         except (RoseError, OSError) as error:
-            # Without descriptors this life ends; the daemon and its other guests go on.
+            # Without free descriptors this engine ends; the daemon and its other guests go on.
             self._log("engine_start_failed", message=str(error))
             _logger.warning("%s", error)
         finally:
@@ -335,7 +338,8 @@ class Supervisor:
             self._log("engine_placed", **asdict(place))
 
     async def _enter(self, state: EngineState) -> None:
-        # Afterwards: an engine is offered as healthy only once it has said which version it runs.
+        # Set the state afterwards: an engine is offered as healthy only once it has reported its
+        # version.
         await self._owner.entered(state)
         self.state = state
 

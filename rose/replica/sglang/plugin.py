@@ -118,7 +118,7 @@ def register() -> None:
 
 
 def _scheduler_hooks() -> dict[str, Hook]:
-    # Its process does not use it before.
+    # Import it here: only the scheduler's process uses it.
     from rose.replica.sglang.scheduler_calls import SchedulerCalls
 
     calls = SchedulerCalls()
