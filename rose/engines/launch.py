@@ -192,7 +192,9 @@ def check_model(model_dir: Path, *, weights: bool = True) -> None:
 
 
 def check_profile(path: Path) -> None:
-    """Raise ConfigError unless the file holds a step profile."""
+    """Raise ConfigError unless the file can be read and holds a step profile (`rose profile`) in
+    JSON.
+    """
     try:
         StepProfile.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -90,7 +90,9 @@ def arguments(spec: EngineSpec) -> list[str]:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the environment variables that only SGLang reads."""
+    """Return the environment variables, for an engine of this specification, that only SGLang
+    reads.
+    """
     return {
         "SGLANG_PLUGINS": _PLUGINS[spec.role],
         **(_CPU_ENV if spec.device is Device.CPU else {}),

@@ -73,14 +73,14 @@ class EngineRole(StrEnum):
 
 
 class EngineKind(StrEnum):
-    """Software that an engine runs."""
+    """Software that an engine runs: vLLM or SGLang."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
 
 
 class Device(StrEnum):
-    """Kind of device that an engine computes on."""
+    """Kind of device that an engine computes on: CPU or CUDA GPU."""
 
     CPU = "cpu"
     CUDA = "cuda"

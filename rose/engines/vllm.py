@@ -80,7 +80,9 @@ def arguments(spec: EngineSpec) -> list[str]:
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
-    """Return the environment variables that only vLLM reads."""
+    """Return the environment variables, for an engine of this specification, that only vLLM
+    reads.
+    """
     env = {
         "VLLM_PLUGINS": _PLUGINS[spec.role],
         "VLLM_NO_USAGE_STATS": "1",

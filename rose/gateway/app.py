@@ -118,7 +118,7 @@ class Gateway:
 
     @property
     def stats(self) -> GatewayStats:
-        """Counters since the gateway started; `/rose/v1/stats` shows a copy."""
+        """Counters of the running gateway since its start; `/rose/v1/stats` shows a copy."""
         return self._stats
 
     @property
@@ -127,7 +127,7 @@ class Gateway:
         return self._dispatcher
 
     def status(self) -> GatewayStatus:
-        """Return the numbers of turns, replicas and sessions now."""
+        """Return a snapshot of the numbers of turns, replicas and sessions now."""
         return self._server.status()
 
     def _note_aloud(self, event: str, **fields: object) -> None:
@@ -138,7 +138,7 @@ class Gateway:
             _tell(f"{event}: {option}, {fields['times']} times")
 
     def note(self, event: str, **fields: object) -> None:
-        """Write one event to the log, if there is one."""
+        """Write one event with these fields to the gateway's log, if it has one."""
         if self._events is not None:
             self._events.write(event, **fields)
 

@@ -155,7 +155,9 @@ class Delivery:
 
 
 class _Follower:
-    """Writer of the events of turn `index` of a request."""
+    """Sender of one turn's events: it follows turn `index` of a request and writes its tokens to
+    the connection.
+    """
 
     def __init__(self, delivery: Delivery, ask: ApiRequest, index: int, feed: TokenStream) -> None:
         self._delivery = delivery
@@ -223,7 +225,7 @@ class _Follower:
 
 
 async def _any_news(feeds: Sequence[TokenStream], seen: list[int]) -> None:
-    """Wait until any of the turns has a token beyond those seen, or is over."""
+    """Wait until any of the turns has more tokens than `seen` says, or is over."""
     if len(feeds) == 1:
         await feeds[0].beyond(seen[0])
         return

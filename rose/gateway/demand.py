@@ -134,7 +134,7 @@ class DemandReporter:
             await self._pause(idle)
 
     async def _pause(self, idle: bool) -> None:
-        """Wait a second; if idle, only until the first turn comes."""
+        """Wait one period of a second; if `idle`, end the wait when the first turn comes."""
         if not idle:
             await asyncio.sleep(PERIOD_S)
             return

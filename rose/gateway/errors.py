@@ -68,14 +68,14 @@ class Unauthorized(TurnError):  # noqa: N818 - named as in HTTP
 
 
 class Forbidden(TurnError):  # noqa: N818 - named as in HTTP
-    """Error 403: the caller may not do this."""
+    """Error 403: the caller's certificate or token does not allow this request."""
 
     status = 403
     kind = "PermissionDeniedError"
 
 
 class UnknownModel(TurnError):  # noqa: N818 - a state, as in the tree above
-    """Error 404: the gateway serves another model."""
+    """Error 404: the request names a model that the gateway does not serve."""
 
     status = 404
     kind = "NotFoundError"

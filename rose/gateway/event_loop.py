@@ -75,7 +75,9 @@ HELP = "How late the event loop woke."
 
 
 class _Second(NamedTuple):
-    """Largest lags within one second of the clock."""
+    """Largest lags measured within one second: `at` is that second of the clock, `busy_s` the part
+    in which the loop's thread ran.
+    """
 
     at: int
     lag_s: float

@@ -68,7 +68,7 @@ def refusal_headers(error: TurnError) -> dict[str, str]:
 
 
 def json_answer(answer: object, status: int = 200) -> web.Response:
-    """Return an HTTP response with this object as JSON."""
+    """Return an HTTP response whose body is this object as JSON, with this status."""
     return web.Response(status=status, body=encode(answer), content_type=JSON)
 
 

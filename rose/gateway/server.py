@@ -57,7 +57,9 @@ _decode_names = msgspec.json.Decoder(NamesBody)
 
 
 class GatewayServer:
-    """HTTP routes of one gateway, with its shared turns. End with `close`."""
+    """HTTP server of one gateway: it maps routes to frontends, and holds the shared turns. End with
+    `close`.
+    """
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class GatewayServer:
         return app
 
     def status(self) -> GatewayStatus:
-        """Return the numbers of turns, replicas and sessions now."""
+        """Return a snapshot of the numbers of turns, replicas and sessions now."""
         dispatcher = self._dispatcher
         return GatewayStatus(
             usable=dispatcher.usable,

@@ -92,7 +92,9 @@ class LeaseLatencyClock:
         self._epochs = epochs
 
     def tried(self, replica: str, now_s: float) -> None:
-        """Record that a turn was sent to the replica."""
+        """Record that a turn was sent to the replica; the first under a new lease ends its idle
+        time.
+        """
         opening = self._openings.get(replica)
         if opening is None:
             return
@@ -103,7 +105,9 @@ class LeaseLatencyClock:
         opening.live += 1
 
     def ended(self, replica: str, epoch: int, now_s: float) -> None:
-        """Record that a turn's attempt on the replica ended."""
+        """Record that an attempt on the replica under the lease `epoch` ended, for the idle time
+        between attempts.
+        """
         opening = self._openings.get(replica)
         if opening is not None and opening.epoch == epoch:
             opening.live -= 1

@@ -107,7 +107,7 @@ class TextCodec:
             pool.start()
 
     async def close(self) -> None:
-        """End the worker processes."""
+        """End the codec's worker processes."""
         for pool in self._pools():
             await pool.close()
 
@@ -264,7 +264,9 @@ class TextPlan:
     min_tokens: int = 0
 
     def track(self, prompt: Sequence[int] = ()) -> "TextTrack":
-        """Return a new, empty text for the output that follows this prompt."""
+        """Return a TextTrack that decodes the output of one turn after this prompt; its text is
+        empty so far.
+        """
         return TextTrack(self, prompt)
 
 

@@ -124,7 +124,7 @@ class TurnRequest:
 
     @property
     def name(self) -> str:
-        """Request id with its caller's scope, which is unique among all callers."""
+        """Name of the turn among all callers': its caller's scope and its request id."""
         return self.origin.scope + self.request_id
 
     def attempt_id(self, attempt: int) -> str:

@@ -132,7 +132,7 @@ class NodeDaemon:
         self._proxy = ProxyProcess(config, self._session.changed) if config.proxy else None
 
     def stop(self) -> None:
-        """Tell `run` to drain leases, end every engine and return."""
+        """Signal `run` to drain leases, end every engine and return; this call does not wait."""
         self._stopping.set()
 
     def kill(self) -> None:

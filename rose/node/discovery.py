@@ -149,7 +149,9 @@ def _host_at(path: Path, group: str) -> FoundHost | None:
 
 
 def _seated(path: Path) -> bool:
-    """Return True if a process holds the lock of the page's seat."""
+    """Return True if a running process holds the lock (seat) of this page file, as its host
+    does.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -278,7 +280,7 @@ class HostBook:
         return [] if told else [PageRefused(host.page, reason)]
 
     def status(self) -> list[FoundHost]:
-        """Return the hosts that are present."""
+        """Return the hosts that are present, in the order of their slots."""
         return [host for host in self._slots if host is not None]
 
     @property

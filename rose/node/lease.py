@@ -126,7 +126,9 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Revoked:
-    """Event for the lease state machine: the node itself ends the current lease."""
+    """Event for the lease state machine: the node itself ends the current lease, for this
+    reason.
+    """
 
     reason: str
 

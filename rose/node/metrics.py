@@ -104,7 +104,7 @@ class LatencyHistogram:
         self._counts = [0] * (len(LADDER) + 1)
 
     def observe(self, seconds: float) -> None:
-        """Count one request's latency, in seconds."""
+        """Add one request's latency, in seconds, to the histogram."""
         self._counts[bisect_left(self._bounds_s, seconds)] += 1
         self.sum_s += seconds
 
@@ -517,7 +517,7 @@ class NodeMetrics(Collector):
             ) from error
 
     def close(self) -> None:
-        """Stop the metrics server."""
+        """Stop the server of `/metrics`."""
         if self._server:
             self._server.close()
 

@@ -222,7 +222,7 @@ class Replica:
         self._session.changed()
 
     def held(self) -> HeldMemory | None:
-        """Return the measured memory of a guest; None for a dedicated replica."""
+        """Return a measurement of the memory that a guest holds; None for a dedicated replica."""
         return None
 
     def must_end(self) -> str | None:
@@ -563,7 +563,9 @@ def build_reports(
 
 
 def view_of(replica: Replica) -> ReplicaFigures:
-    """Return a replica's figures for `/metrics`."""
+    """Return a replica's current figures for `/metrics`; those of grants and memory only for a
+    guest with a guard.
+    """
     guard = replica.guard
     view = ReplicaFigures(
         name=replica.config.id,

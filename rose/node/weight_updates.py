@@ -90,7 +90,9 @@ class AnnouncedVersions:
 
     @property
     def only_job(self) -> str:
-        """Name of the job if all known versions are of one job, else ""."""
+        """Name of the job that all known versions belong to; "" if there are none, or several jobs
+        have some.
+        """
         return next(iter(self._newest)) if len(self._newest) == 1 else ""
 
     def newest_of(self, job: str) -> KnownVersion | None:
@@ -281,7 +283,7 @@ class WeightNetwork:
         return self._source
 
     def enrol(self, members: Sequence[str]) -> None:
-        """Set the URLs of the cluster's relays, from which chunks are fetched."""
+        """Set the URLs of the cluster's relays, from which this node's fetcher downloads chunks."""
         if self._source:
             self._source.fetcher.enrol(members)
 
@@ -327,7 +329,7 @@ class UpdateOwner(Protocol):
     """Owner of an engine whose weights are updated: it is told the result of updates."""
 
     def activated(self, job: str, version: int) -> None:
-        """Handle the proven activation of a job's weight version in the engine."""
+        """Handle the news that the engine has proven to run this version of the job's weights."""
 
     def unproven(self, version: int, why: str) -> None:
         """End the engine, because it is not known which weights it runs."""
@@ -411,7 +413,9 @@ class Updates:
         self.job = ""
 
     def wake(self) -> None:
-        """Wake the task, because a new version was announced."""
+        """Wake the update task, so that it looks for a version to fetch, because one was
+        announced.
+        """
         self._wake.set()
 
     async def run(self) -> None:

@@ -37,13 +37,13 @@ class AnswerSink(Protocol):
     """Interface of the receiver of an engine's answer; its methods must not block."""
 
     def answer(self, data: bytes) -> None:
-        """Process the next bytes of the answer."""
+        """Pass the next bytes of the engine's answer on to the caller."""
 
     def answered(self, *, last: bool) -> None:
         """Process the end of the answer; `last`: the answer itself ends the connection."""
 
     def broken(self) -> None:
-        """Handle an answer that broke off before its end."""
+        """End the caller's connection, because the engine's answer broke off."""
 
     def hold(self, held: bool) -> None:
         """Stop reading the request while the engine's socket is full (`held`), or read on."""
@@ -162,12 +162,12 @@ class CallerConnection(asyncio.Protocol):
         self._busy = self._whole = self._last = self._refused = False
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the caller's connection at once, dropping unsent data."""
         if self._transport is not None:
             self._transport.abort()
 
     def hang_up(self) -> None:
-        """Close the connection after all written data is sent."""
+        """Close the caller's connection after all written data is sent."""
         if self._transport is not None:
             self._transport.close()
 

@@ -66,7 +66,7 @@ async def serve(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM; return 2 with one line on bad input."""
+    """Serve until SIGTERM and return the exit code: 0, or 2 after one line about bad input."""
     parser = argparse.ArgumentParser(
         prog="python -m rose.proxy.main", description=(__doc__ or "").splitlines()[0]
     )

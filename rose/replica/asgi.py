@@ -68,7 +68,7 @@ async def read_body(receive: Receive, max_bytes: int) -> bytes:
 
 
 async def until_gone(receive: Receive) -> None:
-    """Wait until the client has closed its connection."""
+    """Wait until the client of an ASGI request has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         continue
 

@@ -39,7 +39,7 @@ class _Answer:
             self._news.set()
 
     def over(self) -> None:
-        """Record that one more turn of the batch is over."""
+        """Count one turn of the batch as over, and wake the reader."""
         self.left -= 1
         self._news.set()
 

@@ -182,7 +182,7 @@ class ReplicaEngine(Protocol):
 
     @property
     def ranks(self) -> int:
-        """Number of the engine's ranks, which share one copy of the checkpoint."""
+        """Number of the engine's worker ranks, which share one copy of the checkpoint."""
 
     @property
     def kv_tokens(self) -> int:
@@ -225,4 +225,4 @@ class ReplicaEngine(Protocol):
         """Drop all cached prefixes and return True; return False if some are in use."""
 
     async def wake(self) -> None:
-        """Wake an idle engine, so that it looks for work."""
+        """Wake an idle engine core, so that it runs its scheduler and can give memory back."""

@@ -55,7 +55,7 @@ class KvStaleness:
             oldest = activation.version
             if not activation.kept_kv or oldest <= began:
                 return min(oldest, version)
-        # Forgotten versions are at most as new as the one under which the turn began.
+        # The turn began under a forgotten version, and its KV is not older than that one.
         return min(began, version)
 
     def salted(self, salt: str | None) -> str | None:

@@ -135,7 +135,7 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """Number of open turns without an output token."""
+        """Number of open turns that have no output token yet."""
         return sum(turn.tokens == 0 for turn in self._live)
 
     @property

@@ -198,7 +198,9 @@ class _WholeChat(OpenAIWhole, gc=False, kw_only=True):
 
 
 class ChatAnswer(OpenAIResponse):
-    """Writer of a chat answer, whole or streamed; each turn is one choice."""
+    """Writer of the answer to a `/v1/chat/completions` request, whole or streamed; each turn is one
+    choice.
+    """
 
     kind = "chat.completion.chunk"
 

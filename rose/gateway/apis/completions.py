@@ -98,7 +98,7 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
 
     @property
     def samples(self) -> int:
-        """Number of answers to each prompt."""
+        """Number of answers to each prompt: the field `n`, or 1."""
         return 1 if self.n is None else self.n
 
     def sampling(self, max_tokens: int) -> Sampling:
@@ -131,7 +131,7 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
 
 
 class OpenAIWhole(msgspec.Struct, gc=False, kw_only=True):
-    """Fields of a whole answer that both OpenAI routes have."""
+    """JSON body of a whole (not streamed) answer: the fields that both OpenAI routes have."""
 
     id: str
     object: str
@@ -262,7 +262,7 @@ class _CompletionLogprobs(msgspec.Struct, gc=False):
 
 
 class CompletionAnswer(OpenAIResponse):
-    """Writer of a completion's answer, whole or streamed."""
+    """Writer of the answer to a `/v1/completions` request, whole or streamed."""
 
     def __init__(
         self, name: str, model: ServedModel, asked: _CompletionBody, prompts: list[list[int]]

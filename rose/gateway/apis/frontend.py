@@ -87,7 +87,7 @@ class ApiFrontend:
         raise NotImplementedError
 
     def error(self, error: TurnError) -> bytes:
-        """Return the body of an error response, as JSON."""
+        """Return the JSON body of the error response for this error, in the API's shape."""
         return vllm_error(error)
 
     def broken(self, error: TurnError) -> bytes:

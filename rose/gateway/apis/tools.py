@@ -75,7 +75,7 @@ class FoundTools(msgspec.Struct, gc=False):
     calls: list[dict[str, object]]
 
     def deltas(self) -> list[dict[str, object]]:
-        """Return the tool calls as a stream's deltas, each with its index."""
+        """Return the tool calls as a chat stream sends them: each as a dict with its index."""
         return [{"index": index, **call} for index, call in enumerate(self.calls)]
 
 

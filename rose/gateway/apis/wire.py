@@ -65,7 +65,7 @@ class ApiResponse:
             self._choices.append(msgspec.Raw(encode(self.choice(index, stream))))
 
     def choice(self, index: int, stream: TokenStream) -> object:
-        """Return the choice object of finished turn `index`, to be encoded as JSON."""
+        """Return the choice of a finished turn, as an object to be encoded in the answer's JSON."""
         raise NotImplementedError
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
@@ -73,7 +73,7 @@ class ApiResponse:
         raise NotImplementedError
 
     def begin(self, streams: Sequence[TokenStream]) -> bytes:
-        """Return the first bytes of a stream; may be empty."""
+        """Return the first bytes of a stream, sent before any token; may be empty."""
         del streams
         return b""
 
@@ -90,7 +90,7 @@ class ApiResponse:
         return event(encode(self.counts(streams[0], ShortUsage(*self.usage(streams))))) + DONE
 
     def counts(self, stream: TokenStream, usage: ShortUsage) -> object:
-        """Return the payload of the event with a stream's token counts."""
+        """Return the object of the stream's event that has these token counts."""
         raise NotImplementedError
 
     def usage(self, streams: Sequence[TokenStream]) -> tuple[int, int, int]:
@@ -126,7 +126,9 @@ def clean(text: str) -> str:
 
 
 def vllm_error(error: TurnError) -> bytes:
-    """Return the JSON body of an error in vLLM's form."""
+    """Return the JSON body of an error response, in vLLM's form: message, type, parameter and
+    status.
+    """
     fault = GatewayFault(clean(str(error)), error.kind, error.param, error.status)
     return encode(GatewayRefusal(fault))
 
@@ -139,7 +141,7 @@ def error_body(status: int, line: str) -> bytes:
 
 
 def event(payload: bytes) -> bytes:
-    """Return the payload as one server-sent event."""
+    """Return the payload framed as one server-sent event: `data: ...` and an empty line."""
     return b"data: " + payload + b"\n\n"
 
 

@@ -54,12 +54,14 @@ class TurnReceiver(ResponseReceiver, Protocol):
     """
 
     def lines(self, lines: Sequence[StreamLine]) -> None:
-        """Process the next lines of the turn."""
+        """Process the next lines of the turn's answer, decoded from the batch's."""
         ...
 
 
 class BatchedTurn:
-    """One turn of a batch, in place of a connection; call `leave` in the end."""
+    """Handle of one turn that is requested in a batch, used like a connection; call `leave` in the
+    end.
+    """
 
     __slots__ = ("_alone", "_batch", "body", "over", "path", "place", "receiver")
 
@@ -109,7 +111,7 @@ class BatchedTurn:
         receiver.ended(error)
 
     async def ask_alone(self, upstream: Upstream, url: str) -> None:
-        """Send this turn in a request of its own, if its receiver still waits."""
+        """Send this turn in a request of its own, if its receiver has not left it."""
         receiver = self.receiver
         if receiver is None:
             return
@@ -269,7 +271,9 @@ class _Batch:
             self._seats = []
 
     def _end(self, error: Exception | None) -> None:
-        """End every turn that is not over, with this error or the answer's refusal."""
+        """End every turn of the batch that is not over, with this error or the HTTP status that
+        refused the batch.
+        """
         status = self._status or OK
         seats, self._seats = self._seats, []
         for seat in seats:

@@ -110,7 +110,7 @@ class ReplicaBackend(Protocol):
         ...
 
     def reader(self) -> AnswerReader:
-        """Return a reader for one new answer."""
+        """Return a new decoder of one answer's bytes, which keeps that answer's state."""
         ...
 
 

@@ -141,12 +141,12 @@ class Dispatcher:
 
     @property
     def entries(self) -> Collection[ReplicaEntry]:
-        """Rows of the replica table as it is now."""
+        """All rows of the gateway's replica table, as it is now."""
         return self._entries.values()
 
     @property
     def usable(self) -> int:
-        """Number of replicas that are leased and healthy."""
+        """Number of replicas that get turns: leased and healthy ones."""
         return sum(entry.leased and entry.healthy for entry in self._entries.values())
 
     def owed(self) -> Iterator[tuple[str, int]]:
@@ -366,7 +366,9 @@ class Dispatcher:
                 live.interrupt(End.STALLED)
 
     def _verdict(self, waiter: _WaitingTurn, now_s: float) -> TurnError | None:
-        """Return the error with which a turn's wait ends now; None if it waits on."""
+        """Return the error with which a waiting turn fails now, because waiting cannot help; None
+        if it may wait on.
+        """
         try:
             return self._hopeless(waiter, now_s)
         except Exception as error:  # noqa: BLE001 - the others are judged all the same
@@ -393,7 +395,9 @@ class Dispatcher:
         return live.router.copy_of(need, live.entry.id, self._clock())
 
     def place_copy(self, quote: Quote, why: str) -> LiveAttempt:
-        """Return the quoted place, now taken; give it back with `finish`."""
+        """Take the quoted place for a second copy of a turn and return it; give it back with
+        `finish`.
+        """
         now_s = self._clock()
         router = self.jobs.of(quote.ask.need.job)
         return self._admit(router, router.take(quote, why, now_s), now_s)

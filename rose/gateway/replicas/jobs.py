@@ -52,7 +52,7 @@ class JobRouters:
         return job if job in self._names else ANY
 
     def of(self, job: str) -> Router:
-        """Return the router for turns of a job that `resolve` returned."""
+        """Return the router that places turns of this job, a name that `resolve` returned."""
         if not self._names:
             return self._routers[ANY]
         return self._routers.get(job) or self._routers[ANY]
@@ -134,7 +134,7 @@ class DefaultVersions:
         self._newest = 0
 
     def set_table(self, entries: Iterable[ReplicaEntry]) -> None:
-        """Record the newest policy version in a new replica table."""
+        """Record the newest policy version that any replica of a new table has."""
         self._newest = max((entry.policy_version for entry in entries), default=0)
 
     def min_version_of(self, job: str, asked: int | None, exact: int | None) -> int | None:

@@ -85,7 +85,7 @@ async def _max_model_len(session: aiohttp.ClientSession, url: str) -> int | None
 async def _get(
     session: aiohttp.ClientSession, url: str, timeout: aiohttp.ClientTimeout = PROBE_TIMEOUT
 ) -> tuple[int, bytes]:
-    """Return HTTP status and body; (0, b"") without an answer."""
+    """Send a GET request and return HTTP status and body; (0, b"") without an answer in time."""
     try:
         async with session.get(url, timeout=timeout) as response:
             return response.status, await response.read()

@@ -54,7 +54,7 @@ class _RunningGroup:
         return (self.size, self.hedges) == (origin.group_size, origin.hedges)
 
     def take(self) -> str | None:
-        """Return the place of one more member; None if all are taken."""
+        """Take a place of the group for one more member and return it; None if all are taken."""
         places = self.vacant or self.fresh
         if not places:
             return None
@@ -111,7 +111,7 @@ class HedgedTurn:
 
     @property
     def live(self) -> list[tuple[HedgedAttempts, LiveAttempt]]:
-        """Pairs of each copy that is on a replica now and its place."""
+        """List of (copy, its place) for each copy of the turn that is on a replica now."""
         return [(copy, copy.live) for copy in self.copies if copy.live is not None]
 
     async def run(self, request: TurnRequest) -> None:

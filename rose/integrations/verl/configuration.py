@@ -50,7 +50,9 @@ def ends_turns(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def lengths_of(rollout: "RolloutConfig") -> Lengths:
-    """Return the token limits of a turn from verl's rollout configuration."""
+    """Return verl's limits of prompt, response and model context, in tokens, from its rollout
+    configuration.
+    """
     return Lengths(rollout.prompt_length, rollout.response_length, rollout.max_model_len)
 
 

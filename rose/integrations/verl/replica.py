@@ -47,7 +47,7 @@ class RoseServer:
         return {"aborted_count": self._turns.abort(rejects=reject_request)}
 
     async def resume_generation(self, **_: object) -> None:
-        """Let turns start again after the update."""
+        """Let turns start again after the update of weights; see `RolloutTurns.resume`."""
         self._turns.resume()
 
     async def _nothing(self, *_: object, **__: object) -> None:

@@ -111,7 +111,7 @@ class GuardedGuest(Protocol):
         """True while this daemon starts the guest's engine, before it takes turns."""
 
     def lease_epoch(self) -> int | None:
-        """Return the epoch of the unexpired lease, None without one."""
+        """Return the epoch of the guest's unexpired lease, None without one."""
 
     def boost(self, *, on: bool) -> None:
         """Raise the guest's CPU priority with `on`, because it owes memory to its host; lower it
@@ -127,7 +127,7 @@ class GuardedGuest(Protocol):
         """Revoke the guest's lease, because the guard stood still for longer than a grant lives."""
 
     def guard_broke(self) -> None:
-        """Report that the grant loop ended without being stopped."""
+        """Report to the daemon that the grant loop ended without being stopped."""
 
 
 class GuardThread:
@@ -179,7 +179,7 @@ class GuardThread:
         self.broke = ""
 
     def start(self) -> None:
-        """Start the thread that writes grants."""
+        """Start the thread, which writes grants from now on."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -36,7 +36,9 @@ class MemoryGauge(Protocol):
 
     @property
     def by(self) -> str:
-        """Name of the source of the figures; valid after the first measurement."""
+        """Name of the source of the figures, such as the kernel or the GPU driver; valid after the
+        first measurement.
+        """
 
     @property
     def sees_all(self) -> bool:
@@ -87,7 +89,7 @@ class HeldMemory:
 
     @classmethod
     def now(cls, gauge: MemoryGauge) -> Self:
-        """Return one measurement of a gauge; the call may block."""
+        """Return one measurement made with this gauge now; the call may block."""
         amount = gauge.held_bytes()
         return cls(amount, gauge.by)
 
@@ -142,7 +144,7 @@ class DeviceMemory:
 
     @property
     def by(self) -> str:
-        """Source of the figures: DRIVER or PAGE."""
+        """Name of the source of the figures: DRIVER or PAGE."""
         return DRIVER if self.sees_all else PAGE
 
     @property

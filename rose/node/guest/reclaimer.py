@@ -67,7 +67,7 @@ class GuestMemory(Protocol):
         """Make the engine free weights and KV memory. Raises RefusedError or UnavailableError."""
 
     def kill(self, reason: str) -> None:
-        """End the guest's process, for this reason."""
+        """End the guest's engine process; `reason` is logged."""
 
 
 class Reclaimer:
@@ -103,13 +103,15 @@ class Reclaimer:
             self._task.add_done_callback(self._ended)
 
     async def reclaim(self, wanted_bytes: int, within_s: float, reason: str) -> Finished:
-        """Start a reclaim, or join the one that runs, and return its result."""
+        """Start a reclaim of `wanted_bytes` within `within_s` seconds, or join the one that runs;
+        wait for it and return its result.
+        """
         self.begin(wanted_bytes, within_s, reason)
         assert self._task is not None
         return await self._task
 
     async def end(self) -> None:
-        """Cancel the running reclaim, because the guest is gone."""
+        """Cancel the running reclaim and wait for its end, because the guest is gone."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -219,7 +219,7 @@ class SglangEngine:
 
 
 def ends_of(manager: Any, model_dir: str) -> tuple[int, ...]:  # noqa: ANN401 -- SGLang's
-    """Return the token ids that end the model's sequences."""
+    """Return the token ids that end the model's sequences: see `model_ends`."""
     config, own = manager.model_config, getattr(manager.tokenizer, "eos_token_id", None)
     return model_ends(Path(model_dir), config.hf_eos_token_id or (), own, int(config.vocab_size))
 
