@@ -173,8 +173,8 @@ class AttemptStream:
     _prompt_seen: bool = False
     _asked: Attempt = field(init=False)
     _reader: AnswerReader = field(init=False)
-    # It never holds an error that was raised here: its frames and this attempt would reference each
-    # other.
+    # The future never holds an error that was raised here: its frames and this attempt would
+    # reference each other.
     _over: "asyncio.Future[Ending | Exception]" = field(init=False)
 
     def __post_init__(self) -> None:
