@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from weight_transfer.format.tensors import Flat
 
 FreshLoad = Callable[[], "torch.nn.Module"]
-"""Makes a second instance of the engine's model, the base loaded into it by its own loader."""
+"""Function that returns a second instance of the engine's model, loaded with the base."""
 
 
 class LoaderMap:
-    """Proved places of checkpoint weights in a live model, on one rank."""
+    """Map of checkpoint weights to their places in a live model's parameters on one rank,
+    proved."""
 
     def __init__(
         self,
@@ -43,9 +44,9 @@ class LoaderMap:
         for rectangle in rectangles:
             self._rectangles[rectangle.source].append(rectangle)
         self.loose = tuple(loose)
-        """Parameters that updates copy from a fresh load, as a whole."""
+        """Names of parameters that updates copy as a whole from a fresh load."""
         self.transformed = transformed
-        """Checkpoint tensors that no map describes, and why."""
+        """Checkpoint tensors that no map describes, and the reason."""
 
     @classmethod
     def prove(
@@ -55,10 +56,12 @@ class LoaderMap:
         base: Mapping[str, TensorBits],
         fresh: FreshLoad,
     ) -> LoaderMap:
-        """Map `base`, the checkpoint that `model` was loaded from.
+        """Return the map of `base`, the checkpoint that `model` was loaded from, after a byte for
+        byte check.
 
-        `fresh` is only called when something is loose. Raises LoaderMapError that names the first
-        parameter that is neither what the map says nor what a fresh load says.
+        `fresh` returns a second load of the base, and is called only when a parameter is loose.
+        Raises LoaderMapError that names the first parameter that is neither what the map says nor
+        what a fresh load gives.
         """
         _refuse_casts(model, trace, base)
         live = live_tensors(model, trace)
@@ -80,17 +83,17 @@ class LoaderMap:
         return cls(live, kept, loose, transformed)
 
     def rectangles(self, name: str) -> Sequence[Rectangle]:
-        """Return the places of a checkpoint tensor on this rank, perhaps none."""
+        """Return the maps of a checkpoint tensor into this rank's parameters, perhaps none."""
         return self._rectangles.get(name, ())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Checkpoint tensors that live somewhere on this rank."""
+        """Names of the checkpoint tensors that have a place on this rank."""
         return tuple(self._rectangles)
 
     @property
     def filled(self) -> tuple[str, ...]:
-        """Parameters and buffers with elements that get their values from a checkpoint."""
+        """Names of non-empty parameters and buffers whose values come from a checkpoint."""
         import torch
 
         mapped = {r.target for rectangles in self._rectangles.values() for r in rectangles}
@@ -104,18 +107,18 @@ class LoaderMap:
         return self._live[name]
 
     def flat(self, name: str) -> torch.Tensor:
-        """A live parameter's memory from its first element on, flat and writable."""
+        """Return a live parameter's memory from its first element on, as flat writable integers."""
         return flat_view(self._live[name])
 
     def bits(self, name: str) -> Flat:
-        """The same as bits that can be written to, where they are."""
+        """Return a live parameter's memory as writable bits, in host memory or on its device."""
         return live_bits(self.parameter(name))
 
 
 def live_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, torch.Tensor]:
-    """Everything of `model` that a checkpoint may fill, shared ones once.
+    """Return all tensors of `model` that a checkpoint may fill, by name; tied ones once.
 
-    All parameters; buffers where a loader was seen to fill them, or might have been.
+    These are all parameters, and the buffers that the trace shows to be filled, or cannot rule out.
     """
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters())
     filled = {rectangle.target for rectangle in trace.rectangles}
@@ -127,7 +130,7 @@ def live_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, torch.Tensor
 
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Leave out names of memory that has another name already (tied weights)."""
+    """Return the tensors without those whose memory has another name already (tied weights)."""
     seen: set[tuple[object, ...]] = set()
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -139,7 +142,10 @@ def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _refuse_casts(model: torch.nn.Module, trace: Trace, base: Mapping[str, TensorBits]) -> None:
-    """An engine of another type than the checkpoint would be loaded anew by every update."""
+    """Raise LoaderMapError if the engine serves more than half of the weights in another type.
+
+    Every update would then load the whole engine anew.
+    """
     total = sum(tensor.bits.size for tensor in base.values())
     if 2 * sum(base[name].bits.size for name in trace.casts) <= total:
         return
@@ -158,10 +164,10 @@ def _replays(
     rectangles: Sequence[Rectangle],
     base: Mapping[str, TensorBits],
 ) -> bool:
-    """Return True if the rectangles make every byte of `live` that a checkpoint fills.
+    """Return True if the base, copied through the rectangles, gives every byte of `live`.
 
-    With each tensor of the checkpoint traced, what no rectangle reaches is padding: whatever it
-    holds, no update concerns it. Otherwise it has to be zero.
+    With each tensor of the checkpoint traced, what no rectangle reaches is padding and not
+    compared. Otherwise it has to be zero.
     """
     if trace.shapes.get(name) != (tuple(live.shape), tuple(live.stride())) or not rectangles:
         return False
@@ -177,7 +183,7 @@ def _replays(
 
 
 def view(flat: Bits, offset: int, shape: Sequence[int], strides: Sequence[int]) -> Bits:
-    """The elements of `flat` at offset + Σ position·stride."""
+    """Return the view of `flat` at offset + Σ position·stride, for all positions in `shape`."""
     steps = [stride * flat.itemsize for stride in strides]
     return np.lib.stride_tricks.as_strided(flat[offset:], shape, steps)
 

@@ -49,13 +49,16 @@ if TYPE_CHECKING:
 PIECE_ELEMENTS = 8 << 20
 PROBE_TOKENS = 24
 SPREAD = 65_536
-"""Most weights of a kind that are changed at once."""
+"""Number of weights of one kind that are changed at once, about."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Sum over some weights of a checkpoint tensor; `key` names them, on all ranks alike."""
+    """Digest sum over some weights of a checkpoint tensor.
+
+    `key` identifies them, on all ranks alike.
+    """
 
     tensor: str
     key: tuple[int, ...]
@@ -64,7 +67,7 @@ class Part:
 
 
 class Audit:
-    """One pass over all mapped weights of one rank."""
+    """Pass over all mapped live weights of one rank, which sums their digests in pieces."""
 
     def __init__(self, loader_map: LoaderMap) -> None:
         self._map = loader_map
@@ -81,7 +84,10 @@ class Audit:
         return not self._left
 
     def step(self, elements: int) -> list[Part]:
-        """Sum over about as many weights as `elements`; at least one piece."""
+        """Sum the next pieces of about `elements` weights, one piece at least.
+
+        Return their sums.
+        """
         parts: list[Part] = []
         while self._left and elements > 0:
             piece = self._left.pop()
@@ -99,7 +105,8 @@ class Audit:
 
 
 def _on_device(piece: Rectangle, loader_map: LoaderMap) -> int:
-    """Fetch the piece alone, compacted; its sum is the host's work."""
+    """Return the digest sum of a piece on a device, which is copied to the host and summed
+    there."""
     live = loader_map.flat(piece.target)
     part = live.as_strided(piece.shape, piece.target_strides, piece.target_offset).contiguous()
     strides = tuple(part.stride())
@@ -108,10 +115,11 @@ def _on_device(piece: Rectangle, loader_map: LoaderMap) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """`flipped`: checkpoint tensors whose live weights are wrong, or whose copies differ.
+    """Result of an audit of all ranks, as sorted names of checkpoint tensors.
 
-    `unjudged`: tensors of which the parts leave something out, as they do where ranks are missing
-    or a loader transforms weights; their copies agree.
+    `flipped`: tensors whose live weights are wrong, or whose copies differ. `unjudged`: tensors
+    that the parts do not cover, because ranks are missing or a loader transforms weights; their
+    copies agree.
     """
 
     flipped: tuple[str, ...]
@@ -121,7 +129,10 @@ class Findings:
 def judge(
     parts: Iterable[Part], digests: Mapping[str, int], elements: Mapping[str, int]
 ) -> Findings:
-    """Compare all ranks' parts with `digests`; `elements`: how many each tensor has."""
+    """Return which tensors are wrong: compare all ranks' parts of an audit with `digests`.
+
+    `elements`: number of weights of each tensor.
+    """
     totals: dict[str, dict[tuple[int, ...], Part]] = defaultdict(dict)
     wrong: set[str] = set()
     for part in parts:
@@ -138,9 +149,9 @@ def judge(
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Result of a probe: bit-for-bit equality, and the largest absolute difference.
+    """Result of a probe: True if all bits agree, and the largest absolute difference of two logits.
 
-    Where a difference is no number, the largest float stands for it: reports are JSON.
+    Where that difference is not finite the largest float stands for it, since reports are JSON.
     """
 
     ok: bool
@@ -148,12 +159,16 @@ class ProbeResult:
 
 
 def probe_prompt(vocab_size: int) -> list[int]:
-    """Return the fixed probe prompt: tokens spread over the vocabulary, none special."""
+    """Return the token ids of the fixed probe prompt, spread over the vocabulary."""
     return [(7 + 31 * position) % vocab_size for position in range(PROBE_TOKENS)]
 
 
 def compare(live: torch.Tensor, fresh: torch.Tensor) -> ProbeResult:
-    """Compare two logits tensors [tokens, vocabulary] bit for bit."""
+    """Return whether two logits tensors of one shape agree bit for bit, and their largest
+    difference.
+
+    Raises ProbeError for different shapes.
+    """
     if live.shape != fresh.shape:
         raise ProbeError(f"logits {tuple(live.shape)} and {tuple(fresh.shape)} cannot be compared")
     import torch
@@ -169,9 +184,9 @@ def insist_on_sight(
     loader_map: LoaderMap,
     reference: Callable[[], Generator[None, None, Reference]],
 ) -> None:
-    """Raise ProbeError that names the first kind of weight that the proof of `engine` misses.
+    """Raise ProbeError that names the first kind of weight whose change the probe would not notice.
 
-    Only between an engine's steps; every weight is put back.
+    Call it only between an engine's steps: weights of each kind are changed and put back.
     """
     live = engine.prober.logits(engine.model)
     kinds: dict[str, str] = {}
@@ -202,9 +217,9 @@ def insist_on_sight(
 
 
 def _places(weight: torch.Tensor) -> Iterator[list[int]]:
-    """Return what to change, one after the other: single weights, then many, spread out.
+    """Yield lists of indices to change, one after the other: single weights, then many, spread out.
 
-    The first lies in the row of the first probe token, should the weight have a row a token.
+    The first lies in the row of the first probe token, should the weight have a row for each token.
     """
     rows = weight.shape[0] if weight.dim() else 1
     columns = weight.numel() // rows
@@ -215,7 +230,7 @@ def _places(weight: torch.Tensor) -> Iterator[list[int]]:
 
 @contextmanager
 def _changed(weight: torch.Tensor, places: list[int]) -> Iterator[None]:
-    """Have other weights at `places` of `weight`, in the order of its elements."""
+    """Change the weights at `places` of `weight` within the block, and put them back."""
     import torch
 
     weight = weight if weight.dim() else weight[None]
@@ -232,7 +247,10 @@ def _changed(weight: torch.Tensor, places: list[int]) -> Iterator[None]:
 
 
 def _other(old: torch.Tensor) -> torch.Tensor:
-    """Return weights of the other sign and larger, one for zero; integers, other bits."""
+    """Return different weights: of the other sign and eight times larger, 1 for 0.
+
+    Integers and one-byte floats get other bits.
+    """
     import torch
 
     if old.is_floating_point() and old.element_size() > 1:

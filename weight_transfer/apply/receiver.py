@@ -40,7 +40,7 @@ from weight_transfer.kernels.processor import Change
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """Proved change of one tensor, its indices ascending, and the tensor's digest after it."""
+    """Verified change of one tensor, its indices ascending, and the tensor's digest after it."""
 
     name: str
     change: Change
@@ -49,7 +49,10 @@ class StagedTensor:
 
 @dataclass(frozen=True, slots=True)
 class StagedUpdate:
-    """A verified update in memory; only tensors that change are listed."""
+    """Decoded and verified update from version `parent` to `version`, in memory, not applied yet.
+
+    Only tensors that change are listed.
+    """
 
     version: int
     parent: int
@@ -64,9 +67,10 @@ class StagedUpdate:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """Versions that were checked to follow each other, perhaps from a base on; nothing decoded.
+    """Checked sequence of versions from `parent` to `version`, of which no chunk is decoded yet.
 
-    `tensors`: of each, what the versions say, in their order; by name, sorted.
+    `based`: True if the first one is a base. `tensors`: for each tensor name, sorted, its entries
+    in the manifests, in their order.
     """
 
     version: int
@@ -77,37 +81,40 @@ class UpdatePlan:
     job: str = ""
 
     def most_changed(self, name: str, elements: int) -> int:
-        """No more weights of a tensor of `elements` weights change than these."""
+        """Return an upper bound of the changed weights of a tensor that has `elements` weights."""
         listed = sum(chunk.changed for update in self.tensors[name] for chunk in update.chunks)
         return elements if self.based else min(elements, listed)
 
     def update(self, tensors: Iterable[StagedTensor]) -> StagedUpdate:
-        """The update that its decoded tensors make."""
+        """Return the update that consists of the plan's decoded tensors.
+
+        Unchanged ones are left out.
+        """
         changed = tuple(tensor for tensor in tensors if tensor.change.indices.size)
         return StagedUpdate(self.version, self.parent, changed, self.wire_bytes, self.job)
 
 
 class WeightCopy(Protocol):
-    """The checkpoint as it is at one version, and the one way in which it becomes another."""
+    """Copy of a checkpoint's tensors at one version, which `write` brings to another version."""
 
     @property
     def version(self) -> int:
-        """The version that it is at."""
+        """Version that the copy is at."""
 
     @property
     def tensors(self) -> Mapping[str, TensorBits]:
-        """The weights, to be read only."""
+        """Weights by tensor name, read-only."""
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Digest of each tensor."""
+        """Digest of each tensor by name."""
 
     def write(self, staged: Iterable[StagedTensor], version: int) -> None:
-        """Come to `version`; doing it again is harmless."""
+        """Write a staged update's new values, and move to `version`; doing it again is harmless."""
 
 
 class PrivateCopy:
-    """A copy of this process's own."""
+    """Copy of a checkpoint in this process's own memory."""
 
     def __init__(self, tensors: Mapping[str, TensorBits], version: int) -> None:
         self.tensors = copy_tensors(tensors)
@@ -115,7 +122,7 @@ class PrivateCopy:
         self.version = version
 
     def write(self, staged: Iterable[StagedTensor], version: int) -> None:
-        """See WeightCopy."""
+        """Write a staged update's new values, and move to `version`; doing it again is harmless."""
         for each in staged:
             scatter(self.tensors[each.name].bits, each.change.indices, each.change.new)
             self.digests[each.name] = each.digest_after
@@ -123,20 +130,20 @@ class PrivateCopy:
 
 
 class Receiver:
-    """The active version of a job in checkpoint coordinates, and the way to the next.
+    """Receiver of versions on a copy of the checkpoint: it verifies, decodes and commits updates.
 
-    `job` is "" for the model as it was started. From one job's weights only a base leads to those
-    of another: a number of a version means nothing without its job.
+    `job`: job of the active version, "" for the model as it was started. From one job's weights
+    only a base leads to those of another, since a version's number means nothing without its job.
     """
 
     def __init__(self, tensors: Mapping[str, TensorBits], version: int = 0) -> None:
-        """Receive on a private copy of `tensors`."""
+        """Receives on a private copy of `tensors`, which are those of `version`."""
         self._copy: WeightCopy = PrivateCopy(tensors, version)
         self.job = ""
 
     @classmethod
     def over(cls, copy: WeightCopy) -> Receiver:
-        """Receive on weights that are somewhere else."""
+        """Return a receiver that works on `copy` instead of a private one."""
         receiver = cls.__new__(cls)
         receiver._copy = copy
         receiver.job = ""
@@ -148,7 +155,7 @@ class Receiver:
 
     @property
     def tensors(self) -> Mapping[str, TensorBits]:
-        """The active weights, to be read only."""
+        """Weights of the active version by tensor name, read-only."""
         return self._copy.tensors
 
     @property
@@ -162,10 +169,10 @@ class Receiver:
         verify_key: VerifyKey | None,
         now_s: float,
     ) -> StagedUpdate:
-        """Check and decode an update without touching the active version.
+        """Verify and decode one version; return the update, with the active version left as it is.
 
         `chunks` maps ids to encoded bytes; `now_s` is wall-clock. Without `verify_key` the
-        signature is not asked for. Raises the WeightError that names what is wrong.
+        signature is not checked. Raises the WeightError that names what is wrong.
         """
         return self.decode_chain([manifest], chunks, verify_key, now_s)
 
@@ -176,18 +183,20 @@ class Receiver:
         verify_key: VerifyKey | None,
         now_s: float,
     ) -> StagedUpdate:
-        """Fold versions that follow each other, perhaps from a base on, into one update.
+        """Verify and decode versions that follow each other, perhaps from a base on.
 
-        Each tensor is touched once, however often the chain changed it; a weight that came back
-        to what it was is not touched. Only the last manifest must not have expired: those before
-        it are on the way.
+        Return one update. A weight that came back to its active value is not in it. Of the
+        manifests only the last must not have expired.
         """
         checked = [VerifiedManifest.check(manifest, verify_key) for manifest in manifests]
         plan = self.plan(checked, now_s)
         return plan.update(self.decode_tensor(plan, name, chunks) for name in plan.tensors)
 
     def plan(self, verified: Sequence[VerifiedManifest], now_s: float) -> UpdatePlan:
-        """Check the contents of manifests: expiry, order, tensors. No chunk is needed."""
+        """Return the plan of an update: check expiry, order, jobs and tensors of the manifests.
+
+        Chunks are not needed yet. Raises ManifestError, ManifestExpired, WrongBaseError.
+        """
         if not verified:
             raise ManifestError("no version to decode; give at least one manifest")
         manifests = [each.manifest for each in verified]
@@ -212,7 +221,10 @@ class Receiver:
     def decode_tensor(
         self, plan: UpdatePlan, name: str, chunks: Mapping[str, bytes]
     ) -> StagedTensor:
-        """Decode one tensor of a plan and prove it; a chunk is asked for when it is its turn."""
+        """Return the verified change of one tensor of a plan; its chunks are looked up one by one.
+
+        Raises the WeightError that names what is wrong.
+        """
         updates, active, digest = plan.tensors[name], self.tensors[name], self.digests[name]
         if len(updates) == 1 and not plan.based:
             return _changed(active, digest, updates[0], chunks)
@@ -228,7 +240,10 @@ class Receiver:
         return StagedTensor(name, Change(indices, active.bits[indices], values), after)
 
     def commit(self, staged: StagedUpdate) -> None:
-        """Make `staged` the active version; committing the active version again is a no-op."""
+        """Make `staged` the active version; committing the active version again is a no-op.
+
+        Raises WrongBaseError when it was decoded on another version.
+        """
         if (staged.version, staged.job) == (self.version, self.job):
             return
         if staged.parent != self.version:
@@ -270,7 +285,7 @@ class Receiver:
 def _changed(
     old: TensorBits, digest: int, update: TensorUpdate, chunks: Mapping[str, bytes]
 ) -> StagedTensor:
-    """Decode one version of a tensor and prove it."""
+    """Return the verified change that one version makes to a tensor, which stays as it is."""
     _check_base(old, digest, update)
     changes = [decode_chunk(_fetch(ref, chunks), old, digest) for ref in update.chunks]
     indices = np.concatenate([np.zeros(0, np.int64), *(c.indices for c in changes)])
@@ -287,9 +302,9 @@ def _changed(
 def overwritten(
     tensor: TensorBits, digest: int, update: TensorUpdate, chunks: Mapping[str, bytes]
 ) -> int:
-    """Make the tensor what one version makes of it; returns its proved digest.
+    """Apply one version to a tensor in place; return the tensor's verified digest after it.
 
-    Raises the WeightError that names what is wrong; the tensor is then of no version.
+    Raises the WeightError that names what is wrong; the tensor's content is then undefined.
     """
     _check_base(tensor, digest, update)
     growth = sum(overwrite_chunk(_fetch(ref, chunks), tensor, digest) for ref in update.chunks)

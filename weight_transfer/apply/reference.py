@@ -34,13 +34,13 @@ _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 class Prober(Protocol):
-    """Runs the probe prompt through models that share the live engine's KV cache.
+    """Prober of an engine: it runs the fixed prompt through models that share the live KV cache.
 
-    Only to be used while the engine is paused or between its steps.
+    Use it only while the engine is paused or between its steps.
     """
 
     def logits(self, model: torch.nn.Module) -> torch.Tensor:
-        """Return the probe's logits as `model` computes them now, a row for each that is compared.
+        """Return the probe's logits as `model` computes them now, a row for each compared token.
 
         Models of the same weights give the same bits.
         """
@@ -48,7 +48,7 @@ class Prober(Protocol):
 
 
 class ModelLoader(Protocol):
-    """Makes instances of an engine's model as the engine does at its start."""
+    """Loader that makes further instances of an engine's model, as the engine does at its start."""
 
     @property
     def device(self) -> torch.device:
@@ -56,20 +56,20 @@ class ModelLoader(Protocol):
         ...
 
     def skeleton(self, device: torch.device) -> torch.nn.Module:
-        """Build a second instance of the engine's model, its weights not loaded."""
+        """Return a new instance of the engine's model on `device`, its weights not loaded."""
         ...
 
     def loading(self) -> AbstractContextManager[Any]:
-        """Return the context in which the engine's loaders and their processing run."""
+        """Return the context manager in which the engine's weight loaders have to run."""
         ...
 
     def process(self, module: torch.nn.Module) -> None:
-        """Do what the engine does once weights are loaded."""
+        """Run the engine's post-processing of loaded weights on a module, in place."""
         ...
 
 
 class EngineModel(ModelLoader, Protocol):
-    """A live model, whose KV cache exists, and the probe for models like it."""
+    """A live model whose KV cache exists, and the prober for models like it."""
 
     @property
     def layerwise(self) -> bool:
@@ -81,17 +81,17 @@ class EngineModel(ModelLoader, Protocol):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The one that the engine computes with."""
+        """Live model that the engine computes with."""
         ...
 
     @property
     def prober(self) -> Prober:
-        """The probe for models like it."""
+        """Prober for models like the live one."""
         ...
 
 
 ReadTensor = Callable[[str], "torch.Tensor"]
-"""Gives a checkpoint tensor by name, with memory of its own."""
+"""Function that returns a checkpoint tensor by name, in memory of its own."""
 
 
 def load_in_pieces(
@@ -99,9 +99,10 @@ def load_in_pieces(
     names: Iterable[str],
     read: ReadTensor,
 ) -> Generator[None, None, torch.nn.Module]:
-    """Build and load an instance; yields between pieces and returns it, ready to compute.
+    """Build and load a new instance of the engine's model; a generator that returns the instance.
 
-    Same classes, same loader and the same processing after loading as at engine start.
+    It yields None between pieces of the work, so that the engine can serve in between. Classes,
+    loader and post-processing are those of the engine's start.
     """
     model = loader.skeleton(loader.device)
     load: Any = model.load_weights
@@ -121,7 +122,10 @@ def load_part(
     part: torch.nn.Module,
     tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> None:
-    """Load a part of `model` that has memory, the rest being on the meta device."""
+    """Load `tensors` into `part` of `model` and post-process it.
+
+    The rest of `model` has no memory.
+    """
     load: Any = model.load_weights
     with loader.loading():
         load(tensors)
@@ -134,12 +138,12 @@ def load_fresh(
     names: Iterable[str],
     read: ReadTensor,
 ) -> torch.nn.Module:
-    """The same at once."""
+    """Build and load a new instance of the engine's model in one go, and return it."""
     return finish(load_in_pieces(loader, names, read))
 
 
 def finish(pieces: Generator[None, None, _T]) -> _T:
-    """Run a generator to its end and return what it returns."""
+    """Run a generator to its end, and return its return value."""
     while True:
         try:
             next(pieces)
@@ -149,7 +153,10 @@ def finish(pieces: Generator[None, None, _T]) -> _T:
 
 
 def layers(names: Iterable[str]) -> list[list[str]]:
-    """Cut names by decoder layer: a fused module's parts have to be loaded in one go."""
+    """Return the names grouped by decoder layer, in order.
+
+    One group is loaded in one go, since parts of a fused module cannot be loaded apart.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(layer_of(name), []).append(name)
@@ -157,14 +164,14 @@ def layers(names: Iterable[str]) -> list[list[str]]:
 
 
 def layer_of(name: str) -> str:
-    """The decoder layer that a name belongs to, empty when to none."""
+    """Return the decoder layer in a parameter's name, such as `model.layers.3`, "" for none."""
     layer = _LAYER.match(name)
     return layer.group(1) if layer else ""
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Probe logits of a fresh dense load of one version, and its loose parameters."""
+    """Result of a fresh load of one version: its probe logits and its loose parameters by name."""
 
     logits: torch.Tensor
     loose: Mapping[str, torch.Tensor]
@@ -177,9 +184,10 @@ def reference_in_pieces(
     loose: tuple[str, ...],
     plan: LayerPlan | None,
 ) -> Generator[None, None, Reference]:
-    """Load `tensors` with `staged` on top, run the probe; yields between pieces.
+    """Load `tensors` with the changes of `staged` and run the probe.
 
-    With a `plan` one layer is in memory at a time, without one the whole model.
+    A generator that returns a Reference. It yields None between pieces of the work. With a `plan`
+    one layer is in memory at a time, without one the whole model.
     """
 
     read = overlay(tensors, {t.name: t for t in staged.tensors} if staged else {})
@@ -195,7 +203,10 @@ def reference_in_pieces(
 
 
 def overlay(tensors: Mapping[str, TensorBits], staged: Mapping[str, StagedTensor]) -> ReadTensor:
-    """Read `tensors` with the changes of `staged`; `tensors` stay what they are."""
+    """Return a function that reads a tensor by name with the changes of `staged` made.
+
+    Each call makes a new torch tensor; `tensors` stay what they are.
+    """
 
     def read(name: str) -> torch.Tensor:
         tensor = tensor_of(tensors[name])
@@ -208,7 +219,7 @@ def overlay(tensors: Mapping[str, TensorBits], staged: Mapping[str, StagedTensor
 
 
 class _LayerWantedError(Exception):
-    """A forward has come to a layer that has no weights yet."""
+    """Signal that a forward has come to a layer whose weights are not loaded yet."""
 
     def __init__(self, layer: str) -> None:
         super().__init__(layer)
@@ -217,9 +228,10 @@ class _LayerWantedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Checkpoint tensors of each layer, by the layer's name in the engine's model.
+    """Plan to compute with one layer's weights at a time: checkpoint tensors by layer.
 
-    `filled`: parameters and buffers that get their values from a checkpoint.
+    `outside`: checkpoint tensors of no layer. `filled`: parameters and buffers that get their
+    values from a checkpoint.
     """
 
     layers: Mapping[str, tuple[str, ...]]
@@ -228,10 +240,11 @@ class LayerPlan:
 
     @classmethod
     def of(cls, trace: Trace, traced: torch.nn.Module, live: torch.nn.Module) -> LayerPlan | None:
-        """Follow the trace of `traced`, which is on the meta device and otherwise like `live`.
+        """Return the plan by the loader's trace of `traced`, a copy of `live` on the meta device.
 
-        None where that cannot be taken apart: a loader that does more than copying, a tensor that
-        fills two layers, a module with values that neither a checkpoint nor the live model has.
+        Return None where the model cannot be taken apart: its loader does more than copying, a
+        tensor fills two layers, or a module has values that neither a checkpoint nor the live model
+        has.
         """
         homes: dict[str, set[str]] = {}
         for rectangle in trace.rectangles:
@@ -248,12 +261,12 @@ class LayerPlan:
 
 
 class LayeredModel:
-    """An instance of the engine's model that has the weights of one layer at a time."""
+    """Instance of the engine's model that has the weights of one layer in memory at a time."""
 
     def __init__(
         self, engine: EngineModel, plan: LayerPlan, read: ReadTensor, keep: Iterable[str]
     ) -> None:
-        """`keep`: names of parameters and buffers that are wanted once all has computed."""
+        """`keep`: parameters and buffers whose values go to `kept` as they are loaded."""
         import torch
 
         self._engine, self._plan, self._read = engine, plan, read
@@ -267,7 +280,10 @@ class LayeredModel:
         self.kept: dict[str, torch.Tensor] = {}
 
     def pieces(self) -> Generator[None, None, torch.Tensor]:
-        """Compute the probe's logits; yields between pieces."""
+        """Compute the probe's logits.
+
+        A generator that yields None between pieces and returns the logits.
+        """
         with _hidden(self.model, self._plan.layers):
             self._load("", self._plan.outside)
         for name in self._plan.layers:
@@ -285,7 +301,7 @@ class LayeredModel:
             yield
 
     def _load(self, top: str, names: Iterable[str]) -> None:
-        """Fill one layer, or all that is outside of them."""
+        """Load the weights of layer `top`, or with "" all that is outside of layers."""
         module = self.model.get_submodule(top)
         for slot in slots_of(module, top):
             if slot.tensor.is_meta:
@@ -297,9 +313,10 @@ class LayeredModel:
         self._made.clear()
 
     def _materialised(self, name: str, meta: torch.Tensor) -> torch.Tensor:
-        """Memory for a tensor, with all that the engine's loader has noted on it.
+        """Return memory on the device for a meta tensor, with the attributes that the loader set on
+        it.
 
-        Zero where a checkpoint fills it; everything else is as in the live model.
+        It is zero where a checkpoint fills it, else a copy of the live model's tensor.
         """
         import torch
 
@@ -318,7 +335,7 @@ class LayeredModel:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A place in a module that holds a tensor: a parameter, a buffer or a plain attribute."""
+    """Place in a module that holds a tensor: a parameter, a buffer or a plain attribute."""
 
     name: str
     holder: dict[str, Any]
@@ -331,9 +348,9 @@ class Slot:
 
 
 def slots_of(module: torch.nn.Module, prefix: str = "") -> list[Slot]:
-    """Return all places of tensors with elements in a module, by each of their names.
+    """Return all places of non-empty tensors in a module, one for each of their names.
 
-    Plain objects of a module, such as an attention's implementation, have places too.
+    Attributes of plain objects in a module, such as an attention's implementation, are included.
     """
     import torch
 
@@ -350,7 +367,7 @@ def slots_of(module: torch.nn.Module, prefix: str = "") -> list[Slot]:
 
 
 def _plain(value: object) -> bool:
-    """Return True for an object that may hold tensors and that PyTorch does not know."""
+    """Return True for an object that may hold tensors but is not PyTorch's, a class or callable."""
     import torch
 
     known = isinstance(value, (torch.Tensor, torch.nn.Module, type))
@@ -360,7 +377,7 @@ def _plain(value: object) -> bool:
 def _constants_known(
     traced: torch.nn.Module, live: torch.nn.Module, filled: frozenset[str]
 ) -> bool:
-    """Return True if the live model has all values of `traced` that no checkpoint fills."""
+    """Return True if the live model has all tensors of `traced` that no checkpoint fills."""
     known = {slot.name: slot.tensor.shape for slot in slots_of(live)}
     return all(
         known.get(slot.name) == slot.tensor.shape
@@ -371,7 +388,7 @@ def _constants_known(
 
 @contextmanager
 def _hidden(model: torch.nn.Module, layers: Iterable[str]) -> Iterator[None]:
-    """Have something else in each place of each layer."""
+    """Replace the layers of the model by Identity modules within the block."""
     import torch
 
     hidden = {model.get_submodule(name) for name in layers}
@@ -387,12 +404,12 @@ def _hidden(model: torch.nn.Module, layers: Iterable[str]) -> Iterator[None]:
 
 
 def _want(name: str, *_: object, **__: object) -> None:
-    """Stand for a layer that has no weights yet."""
+    """Raise the signal that layer `name` needs its weights, in place of the layer's forward."""
     raise _LayerWantedError(name)
 
 
 def _compute(layer: torch.nn.Module, *inputs: object, **more: object) -> Any:  # noqa: ANN401 -- a layer's own
-    """Stand for a layer that has: compute once, then forget the weights."""
+    """Return a layer's output, cache it for later forwards and free the layer's weights."""
     output = type(layer).forward(layer, *inputs, **more)
     layer.forward = partial(_say, _copied(output))
     for members in (layer._modules, layer._parameters, layer._buffers):
@@ -401,7 +418,7 @@ def _compute(layer: torch.nn.Module, *inputs: object, **more: object) -> Any:  #
 
 
 def _say(output: Any, *_: object, **__: object) -> Any:  # noqa: ANN401
-    """Stand for a layer that has computed. Later layers may write into what they are given."""
+    """Return a copy of a layer's cached output, since later layers may write into their input."""
     return _copied(output)
 
 

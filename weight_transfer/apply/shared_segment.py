@@ -37,10 +37,10 @@ _DRAFT: Final = ".draft-"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a segment for other processes, and its identity.
+    """Address of a shared memory segment for other processes, and its identity.
 
-    `namespace`: of process ids, in which `pid` means something. `device`, `inode`: the kernel's
-    name of the memory behind the maker's `descriptor`.
+    `namespace`: the process id namespace of `pid`. `device`, `inode`: the kernel's name of the
+    memory behind the maker's `descriptor`.
     """
 
     namespace: int
@@ -56,7 +56,7 @@ class Address:
 
     @property
     def exists(self) -> bool:
-        """True if the maker lives and still has the segment."""
+        """True if the maker is alive and still has the segment."""
         try:
             status = os.stat(self.path)
         except OSError:
@@ -65,7 +65,10 @@ class Address:
 
 
 class SharedSegment:
-    """One of them, mapped. `data`: its bytes; a reader's own changes stay its own."""
+    """Shared memory segment, mapped into this process.
+
+    `data`: its bytes; what a reader writes there stays in its own process.
+    """
 
     def __init__(self, descriptor: int, mapped: mmap.mmap, address: Address) -> None:
         self._descriptor = descriptor
@@ -74,9 +77,9 @@ class SharedSegment:
 
     @classmethod
     def make(cls, label: str, nbytes: int) -> SharedSegment:
-        """Make one of zeros, which takes memory only where it is written to.
+        """Return a new segment of zeros, which takes memory only where it is written to.
 
-        `label` is what /proc/PID/maps shows. Raises StoreError.
+        `label` is its name in /proc/PID/maps. Raises StoreError.
         """
         try:
             descriptor = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -97,7 +100,11 @@ class SharedSegment:
 
     @classmethod
     def open(cls, address: Address) -> SharedSegment:
-        """Map what another process made. Raises StoreError for anything else."""
+        """Return the segment that another process made, mapped copy-on-write.
+
+        Raises StoreError if it is gone, unsealed, another user's, or in another process id
+        namespace.
+        """
         if address.namespace != _namespace():
             raise StoreError(
                 "the ranks of this node do not see each other's processes; give their containers"
@@ -121,7 +128,7 @@ class SharedSegment:
         return cls(-1, mapped, address)
 
     def withdraw(self) -> None:
-        """Let nobody open it any more; who has it keeps it."""
+        """Prevent further processes from opening the segment; those that have mapped it keep it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -131,19 +138,19 @@ class SharedSegment:
 
 
 def map_private(descriptor: int, nbytes: int) -> mmap.mmap:
-    """Map a file to be read, with its pages shared; what is written there is this process's own.
+    """Return a copy-on-write mapping of a file: pages are shared until this process writes to them.
 
-    It looks writable: for arrays that are not, each kernel would be compiled once more.
+    It is writable, because each kernel would be compiled once more for read-only arrays.
     """
     flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
     return mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 class ProcessWatch:
-    """Tells whether the maker of a segment lives; its process id may mean another one later."""
+    """Watch of the process that made a segment; it stays right if the process id is used again."""
 
     def __init__(self, address: Address) -> None:
-        """Raises StoreError when it has ended."""
+        """Raises StoreError when the process has ended."""
         try:
             self._descriptor = os.pidfd_open(address.pid)
         except OSError as error:
@@ -163,17 +170,17 @@ class ProcessWatch:
 
 
 def ranks_folder() -> Path:
-    """Return the folder, in memory and its owner's alone, where an engine's ranks meet."""
+    """Return the folder in memory, named by user id, in which ranks of an engine elect a leader."""
     shared = Path("/dev/shm")  # noqa: S108 -- entered only where it is this user's alone
     root = shared if shared.is_dir() else Path(tempfile.gettempdir())
     return root / f"rose-ranks-{os.geteuid()}"
 
 
 def elect(place: Path, mine: Address) -> Address:
-    """Have one segment for all who come to `place`; returns its address, perhaps `mine`.
+    """Return the address of the first process that came to `place`, perhaps `mine`.
 
-    What dead processes left in its folder is removed. Raises StoreError for a folder or a file of
-    somebody else.
+    The winner's address is written to the file `place`. Records of dead processes in its folder are
+    removed. Raises StoreError for a folder or a file of another user.
     """
     folder = place.parent
     _own(folder)
@@ -204,7 +211,7 @@ def _own(folder: Path) -> None:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove records of processes of this namespace that have ended."""
+    """Remove the records of processes of this namespace that have ended."""
     for path in _files(folder):
         with contextlib.suppress(StoreError, OSError):
             address = _read(path)
@@ -218,7 +225,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> Address:
-    """Read a record. StoreError for what is none, or is somebody else's."""
+    """Return the address in a record. Raises StoreError for another file or another user's."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
@@ -253,7 +260,7 @@ def _check(descriptor: int, address: Address) -> None:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """Return True for what is this user's, and open to no other."""
+    """Return True if the file is this user's and closed to all others."""
     return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 

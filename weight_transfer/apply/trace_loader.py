@@ -32,7 +32,10 @@ _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of `tensor` as signed integers of its width, writable, on its device."""
+    """Return the memory of `tensor`, gaps of its strides included, as flat signed integers.
+
+    They are as wide as the weights, writable, and on the tensor's device.
+    """
     signed: torch.dtype = getattr(torch, SIGNED[tensor.element_size()])
     raw = tensor.detach()
     if raw.numel() == 0:
@@ -43,26 +46,31 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def live_bits(tensor: torch.Tensor) -> Bits | DeviceBits:
-    """The memory itself as bits, where it is: gaps of its strides included."""
+    """Return the memory of `tensor` as writable bits, in host memory or on its device, gaps
+    included."""
     return flat_bits(tensor) if tensor.device.type == "cpu" else DeviceBits(flat_view(tensor))
 
 
 def flat_bits(tensor: torch.Tensor) -> Bits:
-    """The same as bits: the memory itself on CPU, a copy of it from a device."""
+    """Return the memory of `tensor` as bits on the host, gaps of its strides included.
+
+    It is the memory itself for a CPU tensor, a copy for one on a device.
+    """
     bits: Bits = flat_view(tensor).cpu().numpy().view(unsigned(tensor.element_size()))
     return bits.view(np.ndarray)
 
 
 class UnmappableError(Exception):
-    """Two views are no rectangle: positions of the source overlap."""
+    """Error for two views that no rectangle relates: positions of the source overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Source offset + Σ at·source stride ↔ target offset + Σ at·target stride, for all `at`.
+    """Affine map between positions of a checkpoint tensor and of an engine's parameter.
 
-    All counts are elements: of the flat checkpoint tensor `source`, and of the parameter `target`
-    from its first element on. Source strides fall and nest, so a position has one way to be said.
+    Source offset + Σ at·source stride ↔ target offset + Σ at·target stride, for all `at` in
+    `shape`. All counts are elements: of the flat checkpoint tensor `source`, and of the parameter
+    `target` from its first element on. Source strides fall and nest, so each position has one `at`.
     """
 
     source: str
@@ -79,18 +87,19 @@ class Rectangle:
 
     @property
     def source_key(self) -> tuple[int, ...]:
-        """Key of its positions in the checkpoint tensor, the same on every rank."""
+        """Key of the map's positions in the checkpoint tensor, the same on every rank."""
         return (self.source_offset, *self.shape, *self.source_strides)
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """First position of the source, and the one after the last."""
+        """First source position of the map, and the one after the last."""
         return self.source_offset, self.source_offset + 1 + _reach(self.shape, self.source_strides)
 
     def locate(self, indices: Int64s) -> tuple[Int64s, Int64s]:
-        """Return (those of ascending flat `indices` that lie in it, their places in the parameter).
+        """Return (positions in `indices`, places in the parameter) of the `indices` that the map
+        contains.
 
-        The first are positions in `indices`.
+        `indices`: flat source indices, ascending.
         """
         first, end = np.searchsorted(indices, self.bounds)
         if self.source_strides == (1,):
@@ -102,11 +111,12 @@ class Rectangle:
         return picked[:count] + first, places[:count].copy()
 
     def digest_part(self, flat: Bits) -> int:
-        """Return what its weights, read from the parameter `flat`, add to the source's digest."""
+        """Return what the map's weights, read from the parameter `flat`, add to the source's
+        digest."""
         return int(sum_rectangle(flat, *self._arrays()))
 
     def pieces(self, elements: int) -> Iterator[Rectangle]:
-        """Cut it along its first dimension into parts of about `elements`."""
+        """Yield the map cut along its first dimension into maps of about `elements` weights."""
         inner = max(1, self.elements // max(1, self.shape[0]))
         step = max(1, elements // inner)
         for at in range(0, self.shape[0], step):
@@ -136,9 +146,10 @@ def rectangles(
     source_strides: tuple[int, ...],
     target_strides: tuple[int, ...],
 ) -> list[Rectangle]:
-    """Bring two views of one shape into the normal form; a broadcast source gives one for each.
+    """Return the maps between two views of one shape, [] for empty ones.
 
-    `names` and `offsets`: (source, target). Raises UnmappableError.
+    `names` and `offsets`: (source, target). A broadcast source gives one map for each repeat.
+    Raises UnmappableError.
     """
     dims = [d for d in zip(shape, source_strides, target_strides, strict=True) if d[0] != 1]
     if any(n == 0 for n, _, _ in dims):
@@ -158,7 +169,10 @@ def rectangles(
 
 
 def _merged(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Order (size, source stride, target stride) by source; join what is one run in both."""
+    """Return (size, source stride, target stride) of dimensions by falling source stride.
+
+    Neighbours that are one run on both sides are merged.
+    """
     joined: list[tuple[int, int, int]] = []
     for size, source, target in sorted(dims, key=lambda dim: -dim[1]):
         if joined and joined[-1][1:] == (source * size, target * size):
@@ -173,12 +187,13 @@ def _reach(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 class UntraceableError(Exception):
-    """A loader computes with a weight: no map of positions describes what it does."""
+    """Error for a loader that computes with a weight: no map of positions describes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StridedView:
-    """Elements of a flat buffer: at offset + Σ position·stride for each position in `shape`."""
+    """View of a flat buffer: elements at offset + Σ position·stride, for all positions in
+    `shape`."""
 
     offset: int
     shape: tuple[int, ...]
@@ -186,27 +201,28 @@ class StridedView:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StridedView:
-        """Return the view of its storage that `tensor` is."""
+        """Return the view that `tensor` is of its storage."""
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One `copy_` by a loader: a view of a checkpoint tensor into a view of some storage."""
+    """Record of one `copy_` by a loader: a view of a checkpoint tensor into a view of a storage."""
 
     source: str
     source_view: StridedView
     storage: int
-    """Identity of the storage, see `storage_id`."""
+    """Number of the target's storage, see `storage_id`."""
     target_view: StridedView
     cast: bool
     """True if source and target differ in type."""
 
 
 class TracedTensor(torch.Tensor):
-    """Looks like a CPU tensor of its shape; any use of its values raises UntraceableError.
+    """Checkpoint tensor without data, which records what a loader does with it.
 
-    `tape`: the copies by loaders, in order.
+    It looks like a CPU tensor of its shape; any use of its values raises UntraceableError. `tape`:
+    list to which each copy by a loader is appended.
     """
 
     source: str
@@ -217,7 +233,7 @@ class TracedTensor(torch.Tensor):
     def __new__(
         cls: type[TracedTensor], source: str, tape: list[Copy], geometry: torch.Tensor
     ) -> TracedTensor:
-        """`geometry` is on the meta device, a view of as many elements as the whole tensor has."""
+        """`geometry`: the view of the whole tensor that this one is, on the meta device."""
         make: Any = torch.Tensor._make_wrapper_subclass
         traced: TracedTensor = make(
             cls,
@@ -247,7 +263,8 @@ class TracedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 -- what the operation returns
-        """Record a copy, follow a view, refuse all else."""
+        """Record a copy, return a new TracedTensor for a view, and raise UntraceableError for
+        the rest."""
         del types
         if func is torch.ops.aten.copy_.default:
             return _record(args[0], args[1])
@@ -268,7 +285,10 @@ def _followed(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> TracedTensor | list[TracedTensor]:
-    """The view that `func` takes. Raises UntraceableError for what is none."""
+    """Return the view, or views, that the operation `func` takes.
+
+    Raises UntraceableError for no view.
+    """
     # as_strided reads memory as it lies, and that of a copy does not lie as its source's.
     if not func.is_view or func is torch.ops.aten.as_strided.default:
         raise UntraceableError(f"{func} computes with {traced.source}")
@@ -285,7 +305,7 @@ def _followed(
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return the identity that all views of one storage share, on the meta device too."""
+    """Return a number that all views of one storage share, on the meta device too."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
@@ -308,11 +328,11 @@ def _record(target: torch.Tensor, traced: Any) -> torch.Tensor:  # noqa: ANN401 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Record of what a loader does with a checkpoint.
+    """Record of what a model's loader does with a checkpoint.
 
-    `transformed`: checkpoint tensors that it computes with, and how; no rectangle is complete for
-    them. `casts`: those that it converts to another type, a part of the transformed ones.
-    `shapes`: of every parameter, (shape, strides).
+    `rectangles`: where weights are copied to. `transformed`: checkpoint tensors that the loader
+    computes with, and how; they have no rectangles. `casts`: those that it converts to another
+    type, a part of the transformed ones. `shapes`: (shape, strides) of every parameter and buffer.
     """
 
     rectangles: tuple[Rectangle, ...]
@@ -322,9 +342,10 @@ class Trace:
 
 
 def trace_loader(skeleton: torch.nn.Module, base: Mapping[str, TensorBits]) -> Trace:
-    """Trace the loader of `skeleton`, a model as it is before loading, best on the meta device.
+    """Return the trace of a model's own `load_weights`, run on tensors without data.
 
-    Takes no memory to speak of: neither side has data.
+    `skeleton`: the model as it is before loading, best on the meta device, where it takes no
+    memory.
     """
     targets = dict(_destinations(skeleton))
     homes = {storage_id(tensor): (name, tensor) for name, tensor in reversed(targets.items())}
@@ -355,7 +376,7 @@ def _destinations(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 def _run(
     skeleton: torch.nn.Module, base: Mapping[str, TensorBits]
 ) -> tuple[list[Copy], dict[str, str]]:
-    """Return all copies, and why some tensors cannot be traced."""
+    """Return all copies by the loader, and for each tensor that cannot be traced the reason."""
     copies: list[Copy] = []
     try:
         _load(skeleton, base.values(), copies)

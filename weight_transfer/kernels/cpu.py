@@ -137,8 +137,8 @@ def locate(
 ) -> int:
     """Find which of ascending `indices` an affine map contains; return how many it does.
 
-    `origins`: (source offset, target offset). For each of them, its position in `indices` is
-    written to `picked` and its place in the parameter to `places`.
+    `origins`: (source offset, target offset). For each contained index, its position in `indices`
+    is written to `picked` and its place in the parameter to `places`.
     """
     found = 0
     for k in range(indices.size):
