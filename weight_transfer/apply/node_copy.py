@@ -51,7 +51,7 @@ from weight_transfer.kernels.processor import Change
 
 POLL_S: Final = 0.005
 SILENT_S: Final = 60.0
-"""Longest time without progress of a leader: a tensor is decoded in seconds."""
+"""Longest time without progress of a leader, which decodes a tensor in seconds."""
 _PAGE: Final = mmap.PAGESIZE
 _LINE: Final = 64
 _MAGIC: Final = int.from_bytes(b"ROSENODE", "little")
@@ -63,9 +63,9 @@ _PREPARING, _READY, _FAILED = 0, 1, 2
 
 
 class _SegmentHead:
-    """The words that leader and followers speak through, at the beginning of a segment.
+    """Words at the beginning of a segment, by which leader and followers communicate.
 
-    magic | identity: 4 words | state | progress | version | parent | wire bytes | error bytes
+    magic | identity: 4 words | state | progress | version | parent | wire bytes | error bytes |
     sequence (odd while the five after it are written), device, inode, nbytes, descriptor of the
     segment of the newest update
     """
@@ -99,14 +99,14 @@ class _SegmentHead:
     version = property(lambda self: self._get(7), lambda self, value: self._set(7, value))
 
     def fail(self, error: BaseException) -> None:
-        """Say what went wrong to whoever waits."""
+        """Store an error in the segment for the ranks that wait."""
         text = f"{type(error).__name__}\n{error}".encode()[:_ERROR_BYTES]
         self.error[: len(text)] = np.frombuffer(text, np.uint8)
         self._set(10, len(text))
         self.state = _FAILED
 
     def raise_failure(self) -> None:
-        """Raise what the leader raised, if it did."""
+        """Raise the error that the leader stored, if it did."""
         if self.state != _FAILED:
             return
         text = self.error[: min(self._get(10), _ERROR_BYTES)].tobytes().decode(errors="replace")
@@ -123,7 +123,8 @@ class _SegmentHead:
         self.words[11] += np.uint64(1)
 
     def announced(self, leader: Address) -> Address | None:
-        """Return the leader's newest update, None if there is none or it is being replaced."""
+        """Return the address of the leader's newest update, None if none or while it is
+        replaced."""
         sequence = self._get(11)
         device, inode, nbytes, descriptor = (int(word) for word in self.words[12:16])
         if not sequence or sequence % 2 or self._get(11) != sequence:
@@ -142,7 +143,10 @@ class _CopyLayout:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> _CopyLayout:
-        """Its identity is that of the files too: ranks that read others are no crew."""
+        """Return the layout of a checkpoint's copy.
+
+        Its identity covers sizes and times of the files: ranks that read other files do not match.
+        """
         at = _up(_SegmentHead.nbytes() + 16 * len(checkpoint.names), _PAGE)
         offsets, said = {}, blake3.blake3()
         for name in checkpoint.names:
@@ -157,14 +161,18 @@ class _CopyLayout:
         return cls(checkpoint.names, offsets, at, said.digest())
 
     def table(self, data: NDArray[np.uint8]) -> Words:
-        """u64[2, tensors]: digests, and whether each tensor has moved."""
+        """Return u64[2, tensors] in the segment: digests, and 1 for each tensor that was moved
+        there."""
         begin = _SegmentHead.nbytes()
         table: Words = data[begin : begin + 16 * len(self.names)].view(np.uint64)
         return table.reshape(2, len(self.names))
 
 
 class NodeCopy:
-    """This rank's view of the copy, a `WeightCopy`; and updates on their way to it."""
+    """Copy of a checkpoint that all ranks of an engine on a node share, a `WeightCopy`.
+
+    The leading rank decodes updates and writes them; the others read and verify them.
+    """
 
     def __init__(
         self,
@@ -173,9 +181,10 @@ class NodeCopy:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Take `checkpoint` as version 0, with all ranks that come to `place`; None: alone.
+        """Takes `checkpoint` as version 0, shared with all ranks that use the same `place`.
 
-        Reads all of it when leading; a follower waits for that. Raises StoreError.
+        None: alone. The leader reads and digests all of it; a follower waits for that. Raises
+        StoreError.
         """
         self._files = _Files(checkpoint)
         self._layout = _CopyLayout.of(checkpoint)
@@ -213,11 +222,12 @@ class NodeCopy:
         return self._watch is None
 
     def decode(self, plan: UpdatePlan, decode: DecodeTensor, attempt: str = "") -> StagedUpdate:
-        """Have an update decoded once, by the leader's `decode`; all ranks have the same memory.
+        """Return an update that the leader decodes by `decode` once for all ranks, in shared
+        memory.
 
-        `attempt` names this try: all ranks' the same, and of every try another one. Raises what
-        the leader's `decode` raised, on all ranks; StoreError when a follower waits in vain;
-        DigestMismatchError for what is not what the manifest says.
+        `attempt`: name of this try, the same on all ranks and new for each try. Raises what the
+        leader's `decode` raised, on all ranks; StoreError when a follower waits in vain;
+        DigestMismatchError for decoded weights that the manifest does not describe.
         """
         if not (attempt or self._alone):
             raise StoreError("ranks that share a copy have to be told a name of each attempt")
@@ -226,7 +236,10 @@ class NodeCopy:
         return (self._lead if self.leads else self._follow)(plan, decode, identity)
 
     def write(self, staged: Iterable[StagedTensor], version: int) -> None:
-        """See WeightCopy: the leader overwrites the copy, the others wait until it has."""
+        """Move to `version`: the leader writes the new values, a follower waits until it has.
+
+        Doing it again is harmless. Raises StoreError, WrongBaseError.
+        """
         if self.leads:
             for each in staged:
                 tensor = self._writable(each.name)
@@ -285,7 +298,10 @@ class NodeCopy:
         return plan.update(tensors)
 
     def _await_update(self, identity: bytes) -> SharedSegment:
-        """The segment of the attempt that all ranks were told of, once the leader has begun."""
+        """Return the segment of the attempt with this identity, once the leader has made it.
+
+        Raises StoreError after SILENT_S.
+        """
         deadline_s = self._clock() + SILENT_S
         while True:
             address = self._head.announced(self._leader)
@@ -300,7 +316,11 @@ class NodeCopy:
             self._sleep(POLL_S)
 
     def _wait(self, head: _SegmentHead, ready: Callable[[], bool]) -> None:
-        """Return once it is; raise when the leader failed, ended or stands still."""
+        """Return once `ready` returns True.
+
+        Raises the leader's error, and StoreError when the leader ended or made no progress for
+        SILENT_S.
+        """
         progress, deadline_s = head.progress, self._clock() + SILENT_S
         while not ready():
             head.raise_failure()
@@ -328,7 +348,7 @@ class NodeCopy:
         return self._files.at
 
     def _writable(self, name: str) -> TensorBits:
-        """The leader's tensor in the segment; it is brought there first."""
+        """Return the leader's tensor in the shared segment; it is copied there the first time."""
         if not self._table[1, self._at[name]]:
             moved = self._moved(name)
             moved.bits[:] = self.tensors[name].bits
@@ -344,7 +364,7 @@ class NodeCopy:
         return TensorBits(name, old.dtype, old.shape, bits)
 
     def _look(self) -> None:
-        """Find tensors where the leader has them now."""
+        """Read all digests anew, and map the tensors that the leader has moved into the segment."""
         for name, at in self._at.items():
             self.digests[name] = int(self._table[0, at])
             if self._table[1, at]:
@@ -353,7 +373,7 @@ class NodeCopy:
 
 
 class _Files:
-    """The checkpoint's files, mapped copy-on-write; nobody writes there."""
+    """Files of a checkpoint, mapped copy-on-write and never written to."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.at = {name: at for at, name in enumerate(checkpoint.names)}
@@ -366,12 +386,12 @@ class _Files:
             self._entries |= {entry.name: (shard.path, entry) for entry in shard.entries}
 
     def tensor(self, name: str) -> TensorBits:
-        """A tensor as the file has it."""
+        """Return a tensor as its file has it, as a view."""
         path, entry = self._entries[name]
         return view(self._maps[path][1], entry)
 
     def forget(self, name: str) -> None:
-        """Let go of its pages: the kernel may have them, and this process has them no more."""
+        """Drop this process's mapped pages of a tensor's file, which is not read any more."""
         path, entry = self._entries[name]
         first, end = _up(entry.begin, _PAGE), entry.end // _PAGE * _PAGE
         if first < end:
@@ -379,16 +399,16 @@ class _Files:
 
 
 class _Arena:
-    """Decoded changes of an update, in a segment of their own.
+    """Decoded changes of an update in a shared segment of their own.
 
-    head | u64[tensors, 2]: changed weights, digest after | of each tensor, in pages of its own:
+    head | u64[tensors, 2]: changed weights, digest after | for each tensor, in pages of its own:
     indices i64, new weights, old weights
     """
 
     def __init__(self, segment: SharedSegment, rooms: Sequence[tuple[int, int]]) -> None:
-        """`rooms`: of each tensor how many weights may change, and their bytes.
+        """`rooms`: (most weights that may change, bytes of a weight) for each tensor.
 
-        Raises StoreError for a segment that has no such room.
+        Raises StoreError for a segment of another size.
         """
         if segment.address.nbytes != self.nbytes(rooms):
             raise StoreError("the rank that decodes reads another update; stage it again")
@@ -402,11 +422,11 @@ class _Arena:
 
     @classmethod
     def nbytes(cls, rooms: Sequence[tuple[int, int]]) -> int:
-        """Return the segment's size; only written pages take memory."""
+        """Return the size of a segment for these rooms; only written pages take memory."""
         return cls._places(rooms)[-1]
 
     def put(self, at: int, tensor: StagedTensor) -> StagedTensor:
-        """The leader's: copy a tensor here; returns it as it is here."""
+        """Copy a decoded tensor into the segment, as the leader, and return it as it is there."""
         change, count = tensor.change, tensor.change.indices.size
         if count > self._rooms[at][0]:
             raise TensorFormatError(f"{tensor.name}: more weights changed than were announced")
@@ -418,9 +438,9 @@ class _Arena:
         return StagedTensor(tensor.name, shared, tensor.digest_after)
 
     def take(self, at: int, active: TensorBits, digest: int) -> StagedTensor:
-        """A follower's: what the leader put, proved to make of `active` what it says.
+        """Return the change that the leader put, verified against `active`, as a follower.
 
-        `digest`: of `active`. Raises DigestMismatchError.
+        `digest`: digest of `active`. Raises DigestMismatchError.
         """
         count, after = (int(word) for word in self._table[at])
         if count > self._rooms[at][0]:
@@ -448,7 +468,7 @@ class _Arena:
 
     @staticmethod
     def _places(rooms: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the offset of each tensor, and the end of the last one."""
+        """Return the offset of each tensor in the segment, and the end of the last one."""
         at = _up(_SegmentHead.nbytes() + 16 * len(rooms), _PAGE)
         places = [at]
         for room, width in rooms:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 PIECE_ELEMENTS = 8 << 20
 PROBE_TOKENS = 24
 SPREAD = 65_536
-"""Number of weights of one kind that are changed at once, about."""
+"""Largest number of weights of one kind that are changed at once."""
 _NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 

@@ -81,11 +81,13 @@ _MARK = re.compile(r"\[rose:(\w+)\] (.*)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """Result of a commit; `version` is the version active afterwards.
+    """Result of a commit. `version`: the active version afterwards, the old one if it was undone.
 
-    `apply_s`: scatter and read-back. `probe_s`: the live model's probe forward and the comparison.
-    `loose`: parameters copied as a whole. `digest_ok`: every overwritten weight was the parent's
-    and reads as the new version's.
+    `tensors`, `changed_elements`: numbers of changed tensors and weights. `apply_s`: seconds to
+    write and read back. `probe_s`: seconds of the live model's probe forward and the comparison.
+    `loose`: number of parameters that were copied as a whole. `digest_ok`: True if every
+    overwritten weight was the parent's and reads as the new version's. `probe_ok`: True if the
+    probe's logits are those of a fresh load.
     """
 
     version: int
@@ -101,7 +103,7 @@ class CommitReport:
 
 
 class ReplicaWeights:
-    """Receiver, loader map and proofs; the one path by which an engine's weights change."""
+    """Weights of one rank's live model: the only code by which updates change and prove them."""
 
     def __init__(
         self,
@@ -111,9 +113,10 @@ class ReplicaWeights:
         weights_dir: Path | None = None,
         place: Path | None = None,
     ) -> None:
-        """`weights_dir`: where updates are read from, None for anywhere.
+        """`weights_dir`: folder from which updates may be read, None for anywhere.
 
-        `place`: where this engine's ranks on this node meet, None for a rank without others.
+        `place`: path at which this engine's ranks on this node elect the leader of a shared copy,
+        None for a private copy. Raises LoaderMapError, ProbeError, StoreError, TensorFormatError.
         """
         self._files = Enclosed(weights_dir)
         self.engine = engine
@@ -139,26 +142,29 @@ class ReplicaWeights:
         return self._unsettled.job if self._unsettled else self._receiver.job
 
     def settle(self) -> None:
-        """Bring the checkpoint copy to the active version: what a pause need not wait for."""
+        """Write the committed update into the checkpoint copy too; do nothing if that is done."""
         with self._settling:
             if self._unsettled is not None:
                 self._receiver.commit(self._unsettled)
             self._unsettled = None
 
     def finish(self) -> None:
-        """After the pause: settle beside the engine's steps, and free what the update took."""
+        """Start a thread that settles the committed update, and free the GPU memory that it took.
+
+        Call it after the engine's pause.
+        """
         # Should it fail, whoever settles next is told.
         threading.Thread(target=self.settle, name="rose-settle").start()
         release_unused(self.engine.device)
 
     @property
     def tensors(self) -> Mapping[str, TensorBits]:
-        """Checkpoint tensors of the version that is settled."""
+        """Checkpoint tensors of the settled version, by name."""
         return self._receiver.tensors
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Digest of each checkpoint tensor in the active version."""
+        """Digest of each checkpoint tensor in the active version; settles first."""
         self.settle()
         return self._receiver.digests
 
@@ -168,10 +174,11 @@ class ReplicaWeights:
         return {name: tensor.bits.size for name, tensor in self.tensors.items()}
 
     def decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Staging:
-        """Begin to decode versions that follow each other, or return how far this attempt is.
+        """Start to decode versions that follow each other, and return the update on its way.
 
-        `attempt`: its name, which all ranks are told; another one forgets what was on its way.
-        Raises StoreError while that is still read: this is the engine's own thread.
+        `attempt`: name of this try, the same on all ranks. With the name of the running attempt the
+        same object is returned; with another one a decoded update is dropped, and StoreError is
+        raised while one is still being decoded, since this is the engine's own thread.
         """
         if self._staging is not None:
             if self._staging.attempt == attempt:
@@ -185,18 +192,21 @@ class ReplicaWeights:
 
     @property
     def attempt(self) -> str | None:
-        """The name of the attempt that is on its way, None when there is none."""
+        """Name of the running attempt, None when there is none."""
         return self._staging.attempt if self._staging else None
 
     @property
     def staging(self) -> Staging:
-        """The update on its way. Raises WrongBaseError when there is none."""
+        """Update on its way. Raises WrongBaseError when there is none."""
         if self._staging is None:
             raise WrongBaseError("no update is on its way; decode one first")
         return self._staging
 
     def commit(self) -> CommitReport:
-        """Activate what is staged, or take it back when a proof fails."""
+        """Activate the loaded update; write the old values back if a proof fails.
+
+        Return a report of it. Raises WrongBaseError when no update is loaded to its end.
+        """
         prepared = self.staging.prepared
         if prepared is None:
             raise WrongBaseError("the update is not loaded to its end; go on loading it")
@@ -204,7 +214,7 @@ class ReplicaWeights:
         return self._activate(prepared)
 
     def audit(self) -> Audit:
-        """A new pass over everything that is live; step it between the engine's steps."""
+        """Return a new audit of all live weights; step it between the engine's steps."""
         return Audit(self.map)
 
     def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Decoded:
@@ -288,7 +298,7 @@ class ReplicaWeights:
 
 
 class _ChunkFiles(Mapping[str, bytes]):
-    """Chunks of manifests in a folder, each read when it is asked for; its reader checks it."""
+    """Encoded chunks of manifests in a folder, each read when it is looked up, and not verified."""
 
     def __init__(self, files: Enclosed, folder: Path, manifests: Sequence[Manifest]) -> None:
         self._files, self._folder = files, folder
@@ -307,7 +317,11 @@ class _ChunkFiles(Mapping[str, bytes]):
 def map_engine(
     engine: EngineModel, base: Mapping[str, TensorBits]
 ) -> tuple[LoaderMap, LayerPlan | None]:
-    """Trace the engine's own loader and prove the map against its live parameters."""
+    """Trace the engine's own loader, and return its map, proved against the live parameters.
+
+    The second value is the plan to load layer by layer, None where the model cannot be taken apart.
+    Raises LoaderMapError.
+    """
     layerwise = engine.layerwise
     try:
         traced = engine.skeleton(torch.device("meta"))
@@ -324,14 +338,17 @@ def map_engine(
 
 
 class Enclosed:
-    """Reads files below `root`; without a root any, for a caller of this process's own."""
+    """Reader of regular files below the folder `root`; with a root of None, of any file."""
 
     def __init__(self, root: Path | None) -> None:
         self._root = None if root is None else _absolute(root)
 
     def read(self, path: Path, max_bytes: int) -> bytes:
-        """The whole file. StoreError for what is none, lies elsewhere or is larger;
-        ChunkMissingError when there is nothing."""
+        """Return the content of a file of at most `max_bytes` bytes.
+
+        Links below the root are not followed. Raises StoreError for a file that is not regular,
+        lies elsewhere or is larger, ChunkMissingError when there is none.
+        """
         try:
             descriptor = self._open(path)
         except FileNotFoundError as error:
@@ -361,7 +378,7 @@ class Enclosed:
 
 
 def _absolute(path: Path) -> Path:
-    """Without `..`, and without following anything."""
+    """Return the absolute path without `..`; links are not followed."""
     return Path(os.path.normpath(path.absolute()))
 
 
@@ -380,10 +397,11 @@ def _content(descriptor: int, path: Path, max_bytes: int) -> bytes:
 
 
 def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report of all ranks: proofs hold when they hold everywhere, times are the slowest's.
+    """Return the one report that all ranks' commit reports make: proofs hold if they hold
+    everywhere.
 
-    Ranks that are at different versions prove nothing. Raises IndexError without any report,
-    KeyError for one that lacks something.
+    Times and differences are the largest. Ranks at different versions prove nothing. Raises
+    IndexError without any report, KeyError for one that lacks a field.
     """
     whole = dict(reports[0])
     agree = all(report["version"] == whole["version"] for report in reports)
@@ -395,9 +413,10 @@ def merged(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def names_errors(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a worker method: an error that leaves it carries its type and its reason in its text.
+    """Wrap a worker method so that an error from it carries its type and reason in its text.
 
-    Engines pass on the text alone, and an assertion of theirs has none: it gets its place.
+    All errors become WeightErrors. Engines pass on the text alone; an error that is not ROSE's gets
+    the line of code that raised it.
     """
 
     @functools.wraps(method)
@@ -416,7 +435,7 @@ def names_errors(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def typed(failure: Exception) -> Exception:
-    """Return the WeightError that `failure` carried out of a worker, else `failure` itself."""
+    """Return the WeightError that is named in the text of `failure`, or else `failure` itself."""
     marked = _MARK.search(str(failure))
     if marked is None:
         return failure
@@ -427,9 +446,9 @@ def typed(failure: Exception) -> Exception:
 
 
 class WeightMethods(ABC):
-    """One rank's methods, which take and return plain JSON.
+    """Methods of one rank's worker by which weights are updated; they take and return plain JSON.
 
-    `rose_weights` is None before init. Across processes their errors arrive as text:
+    `rose_weights` is None before `rose_weights_init`. Across processes their errors arrive as text:
     `typed` gives them their type again.
     """
 
@@ -446,10 +465,11 @@ class WeightMethods(ABC):
         weights_dir: str | None = None,
         place: str | None = None,
     ) -> dict[str, Any]:
-        """Take `model_dir` as version 0 and prove that it is what this engine serves.
+        """Take `model_dir` as version 0 and prove that the engine serves it.
 
-        Updates are read from below `weights_dir`; None lets the caller name any file. Ranks that
-        are told one `place`, a path on each node that is new at each init, share a copy of it.
+        Return {version, loose, transformed}. Updates are read from below `weights_dir`; None lets
+        the caller name any file. Ranks that are given one `place`, a path on each node that is new
+        at each init, share a copy of the checkpoint.
         """
         key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
         engine = self._engine_model()
@@ -467,10 +487,11 @@ class WeightMethods(ABC):
     def rose_weights_decode(
         self, manifest_paths: list[str], chunks_dir: str, attempt: str
     ) -> dict[str, Any]:
-        """Decode versions that follow each other, as one update, beside the engine's steps.
+        """Start to decode versions that follow each other, as one update, beside the engine's
+        steps.
 
-        The first call with a name of an attempt begins; it and every later one say in `done`
-        whether decoding has come to an end. `load` then tells how it went.
+        Return {done}: True once decoding has ended. Call it again with the same `attempt` until
+        then; `rose_weights_load` raises an error of decoding.
         """
         weights = self._rose()
         if weights.attempt != attempt:
@@ -480,7 +501,11 @@ class WeightMethods(ABC):
 
     @names_errors
     def rose_weights_load(self, pieces: int | None = None) -> dict[str, Any]:
-        """Load so many pieces of a decoded update, or all; `done`: it may be committed."""
+        """Load `pieces` pieces of a decoded update, or all if None; it waits for the decoding.
+
+        Return {done: False}, or {done: True} with the update's version, job and sizes once it may
+        be committed.
+        """
         staging = self._rose().staging
         if not staging.step(pieces):
             return {"done": False}
@@ -489,19 +514,28 @@ class WeightMethods(ABC):
 
     @names_errors
     def rose_weights_commit(self) -> dict[str, Any]:
-        """Activate the loaded update; only under the engine's pause. See `CommitReport`."""
+        """Activate the loaded update and return the fields of a CommitReport.
+
+        Call it only under the engine's pause.
+        """
         report = asdict(self._rose().commit())
         self._tell_version()
         return report
 
     @names_errors
     def rose_weights_settle(self) -> None:
-        """After the pause: bring the checkpoint copy to the version that was activated."""
+        """Start to write the committed update into the checkpoint copy too.
+
+        Call it after the pause.
+        """
         self._rose().finish()
 
     @names_errors
     def rose_weights_audit(self, elements: int, again: bool) -> dict[str, Any]:
-        """Sum over the next `elements` live weights; `again` begins anew. See `audit`."""
+        """Sum the digests of about `elements` more live weights; `again` begins a new audit.
+
+        Return {done, version, parts: [[tensor, key, elements, sum], …]}.
+        """
         if again or self._rose_audit is None:
             self._rose_audit = self._rose().audit()
         parts = [[p.tensor, p.key, p.elements, p.total] for p in self._rose_audit.step(elements)]
@@ -509,7 +543,8 @@ class WeightMethods(ABC):
 
     @names_errors
     def rose_weights_digests(self) -> dict[str, Any]:
-        """Return the digest and the size of each checkpoint tensor, for the caller of an audit."""
+        """Return {version, digests, elements}: by checkpoint tensor, what an audit is compared
+        with."""
         weights = self._rose()
         return {
             "version": weights.version,
@@ -519,10 +554,13 @@ class WeightMethods(ABC):
 
     @abstractmethod
     def _engine_model(self) -> EngineModel:
-        """This rank's live model, whose KV cache exists."""
+        """Return this rank's live model, whose KV cache exists."""
 
     def _tell_version(self) -> None:
-        """A guest's scheduler, which shares this process, publishes it on the control page."""
+        """Put the active version into the environment of this process.
+
+        A guest's scheduler, which shares the process, publishes it on the control page.
+        """
         os.environ[POLICY_VERSION] = str(self._rose().version)
 
     def _rose(self) -> ReplicaWeights:

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     import torch
 
 RESIDENT_BYTES: Final = 2 << 30
-"""Most memory of a device that staged changes take: 2% of 13 billion bf16 weights."""
+"""Most bytes of a device that staged changes take: 2% of 13 billion bf16 weights."""
 _ROWS, _COLUMNS = 64, 64
 
 
 class OpaqueCopy:
-    """One exchange of all loose parameters, that can be taken back."""
+    """Copy of all loose parameters from a fresh load into the live model, which can be undone."""
 
     def __init__(self, loader_map: LoaderMap, fresh: Mapping[str, torch.Tensor]) -> None:
         self._live = {name: loader_map.parameter(name) for name in fresh}
@@ -52,7 +52,10 @@ class OpaqueCopy:
         self._old: dict[str, torch.Tensor] = {}
 
     def write(self) -> tuple[str, ...]:
-        """Copy in place, so that nobody's pointer dangles; returns those that read otherwise."""
+        """Copy the fresh values in place, saving the old.
+
+        Return the names that do not read as written.
+        """
         import torch
 
         wrong = []
@@ -69,7 +72,7 @@ class OpaqueCopy:
         return tuple(wrong)
 
     def write_back(self) -> None:
-        """Put back what `write` found."""
+        """Write back the values that were there before `write`."""
         import torch
 
         with torch.inference_mode():
@@ -78,12 +81,12 @@ class OpaqueCopy:
 
 
 ParameterChange: TypeAlias = tuple[str, Change]
-"""A parameter of this rank, and what changes in its memory, in the order of the checkpoint."""
+"""(Name of this rank's parameter, change of its flat memory), in the checkpoint's order."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlacement:
-    """This rank's part of an update: (changes, their exchange) on each device."""
+    """One rank's part of an update: (changes by parameter, staged changes) for each device."""
 
     groups: tuple[tuple[tuple[ParameterChange, ...], Exchange], ...]
 
@@ -95,9 +98,9 @@ class UpdatePlacement:
 def place(
     loader_map: LoaderMap, staged: StagedUpdate, resident_bytes: int = RESIDENT_BYTES
 ) -> UpdatePlacement:
-    """Find this rank's part of an update and bring it to where it will be written.
+    """Return this rank's part of an update, with its changes staged in the parameters' memory.
 
-    Reads no weight: the engine may serve meanwhile. Raises DeviceMemoryError.
+    Weights are neither read nor written: the engine may serve meanwhile. Raises DeviceMemoryError.
     """
     groups: dict[str, list[ParameterChange]] = defaultdict(list)
     for name, change in _located(loader_map, staged):
@@ -110,9 +113,9 @@ def place(
 def write(placement: UpdatePlacement) -> tuple[str, ...]:
     """Write the new values.
 
-    Returns the parameters whose old bytes or new bytes are not the expected ones. If there are
-    none and the digests were right before, they are right now, since those of the staged update
-    were checked against its manifest.
+    Return names of parameters that did not hold the old, or not read as the new. If there are none
+    and the digests were right before, they are right now, since those of the staged update were
+    checked against its manifest.
     """
     unproven = []
     for changes, exchange in placement.groups:
@@ -122,7 +125,7 @@ def write(placement: UpdatePlacement) -> tuple[str, ...]:
 
 
 def write_back(placement: UpdatePlacement) -> None:
-    """Write the old values; rerunning it is harmless."""
+    """Write the old values; running it again is harmless."""
     for _, exchange in placement.groups:
         exchange.run(back=True)
 
@@ -142,9 +145,9 @@ def _staged(loader_map: LoaderMap, changes: list[ParameterChange], resident_byte
 
 
 def warm_kernels(base: Mapping[str, TensorBits], device: torch.device) -> None:
-    """Run everything that an update runs, on a few weights of each type that `base` has.
+    """Compile all kernels of an update by running them on a few weights of each dtype in `base`.
 
-    `device`: where the engine's weights are.
+    `device`: device of the engine's weights.
     """
     kinds = {tensor.dtype: tensor.bits.itemsize for tensor in base.values()}
     for dtype, width in kinds.items():
@@ -180,7 +183,7 @@ def _scatter(flat: Bits, change: Change, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """An update, and this rank's part of it where it will be written."""
+    """A decoded update, and this rank's part of it, staged in the parameters' memory."""
 
     update: StagedUpdate
     placement: UpdatePlacement
@@ -188,7 +191,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class Prepared(Decoded):
-    """All that the pause needs; `placement` and `reference` belong to `update`."""
+    """A decoded update with its probe reference: all that a commit needs."""
 
     reference: Reference
 
@@ -197,7 +200,10 @@ Work = Callable[[Decoded], Generator[None, None, Prepared]]
 
 
 class Staging:
-    """One update on its way. Its methods belong to the engine's thread."""
+    """Update that is being decoded by a thread and then loaded piece by piece.
+
+    Only the engine's own thread may call its methods.
+    """
 
     def __init__(self, decode: Callable[[], Decoded], work: Work, attempt: str = "") -> None:
         self.attempt = attempt
@@ -211,13 +217,17 @@ class Staging:
 
     @property
     def decoded(self) -> bool:
-        """True once the thread has ended; `step` then raises its error, if any."""
+        """True once the decoding thread has ended, in success or failure.
+
+        `step` raises its error.
+        """
         return self._decoded.done()
 
     def step(self, pieces: int | None = None) -> bool:
-        """Do some pieces, or all; waits for the thread. True when it is prepared.
+        """Load `pieces` pieces, or all if None; return True once the update is ready to commit.
 
-        Raises what decoding or loading raised, each time that it is asked.
+        It waits for the decoding thread first. Raises what decoding or loading raised, in each
+        later call too.
         """
         decoded = self._decoded.result()
         if self._pieces is None:
@@ -234,13 +244,13 @@ class Staging:
         return self.prepared is not None
 
     def drop(self) -> None:
-        """Wait for the thread; nobody wants what it makes."""
+        """Give the update up: wait for the decoding thread, ignore its result and stop loading."""
         self._decoded.exception()
         if self._pieces is not None:
             self._pieces.close()
 
     def _forget(self, failure: BaseException) -> None:
-        """Keep nothing but the failure: what was decoded may take memory of a device."""
+        """Keep the failure alone, since decoded changes may take memory of a device."""
         self._decoded = Future()
         # A copy: the traceback of the exception itself keeps the decoded tensors alive.
         self._decoded.set_exception(copy.copy(failure))

@@ -37,7 +37,8 @@ _COPY_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """Result of applying deltas: weights overwritten by each delta, and the size of the result."""
+    """Result of applying deltas: weights that each delta changed, and bytes of the written
+    files."""
 
     changed: tuple[int, ...]
     nbytes: int
@@ -50,10 +51,10 @@ def apply_deltas(
     threads: int = os.cpu_count() or 1,
     progress: Progress = nothing_told,
 ) -> Applied:
-    """Write to `out` the checkpoint that the last of `deltas` describes.
+    """Apply a chain of delta files to `base`, write the last one's checkpoint to `out`.
 
-    Raises WrongBaseError when a delta was made for other weights, other WeightErrors for damaged
-    ones and OSError; nothing is left of a failed one, and `base` is only read.
+    Return counts. Raises WrongBaseError when a delta was made for other weights, other WeightErrors
+    for damaged ones, and OSError. After an error nothing is left at `out`; `base` is only read.
     """
     last = deltas[-1]
     if last.index.single != base.single:
@@ -75,7 +76,7 @@ def apply_deltas(
 
 
 class _Chain:
-    """Tensors of the base, carried through all deltas."""
+    """Chain of deltas on a base checkpoint, applied tensor by tensor."""
 
     def __init__(self, base: Checkpoint, deltas: Sequence[Delta], pool: ThreadPoolExecutor) -> None:
         self._base = base
@@ -86,11 +87,11 @@ class _Chain:
         self._left = set(self._updates[-1])
 
     def head(self, file: DeltaFile) -> bytes:
-        """First bytes of a safetensors file of the result."""
+        """Return the first bytes (header) of a safetensors file of the result."""
         return self._deltas[-1].unpacked(file.head, _MAX_HEAD_BYTES)
 
     def write(self, tensor: TensorBits) -> None:
-        """Fill a tensor of the result; its bits are writable and zero."""
+        """Fill a tensor of the result, whose bits are zeros in the output file."""
         last = self._updates[-1].get(tensor.name)
         if last is None or (last.dtype, last.shape) != (tensor.dtype, tensor.shape):
             raise DeltaFormatError(f"{self._deltas[-1].path}: says two things of {tensor.name}")
@@ -100,14 +101,17 @@ class _Chain:
             self._step(delta, updates[tensor.name], tensor)
 
     def all_found(self) -> None:
-        """Every tensor of the last delta has its place in a file."""
+        """Raise DeltaFormatError if a tensor of the last delta was in no file."""
         if self._left:
             raise DeltaFormatError(
                 f"{self._deltas[-1].path}: no file holds {sorted(self._left)[0]}"
             )
 
     def _begin(self, tensor: TensorBits) -> int:
-        """Put what the chain builds on in place; returns the first delta to apply."""
+        """Fill a tensor with what the chain builds on.
+
+        Return the index of the first delta to apply.
+        """
         for at in range(len(self._deltas) - 1, -1, -1):
             if tensor.name in self._fresh[at]:
                 return at
@@ -164,7 +168,10 @@ def _write_shard(path: Path, file: DeltaFile, chain: _Chain, progress: Progress)
 
 
 def _other(file: DeltaFile, base: Checkpoint, deltas: Sequence[Delta]) -> bytes:
-    """A file without tensors: of the delta that last said it anew, or of the base."""
+    """Return the content of a file without tensors, of the last delta that has it, or of the base.
+
+    Raises WrongBaseError where the base's file is another one.
+    """
     for delta in reversed(deltas):
         entry = next((f for f in delta.index.files if f.path == file.path), None)
         if entry is None:
@@ -179,7 +186,8 @@ def _other(file: DeltaFile, base: Checkpoint, deltas: Sequence[Delta]) -> bytes:
 
 
 def mismatches(checkpoint: Checkpoint, tensors: Sequence[TensorUpdate]) -> Iterator[str]:
-    """Yield a line for each tensor of a checkpoint that differs from the updated `tensors`."""
+    """Yield a line of text for each tensor in which a checkpoint differs from a manifest's
+    `tensors`."""
     wanted = {tensor.name: tensor for tensor in tensors}
     for name in sorted(wanted.keys() | set(checkpoint.names)):
         entry, tensor = checkpoint.entry(name), wanted.get(name)

@@ -42,10 +42,10 @@ _ZSTD_LEVEL: Final = 9
 
 
 class DeltaFile(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One file of the new checkpoint, `size` bytes long.
+    """Entry of a delta's index for one file of the new checkpoint, `size` bytes long.
 
-    `head`: blob of a safetensors file's first bytes. `blob`: of a whole file without tensors.
-    `same`: BLAKE3 of a file that the old checkpoint has too, under the same path.
+    Just one is set: `head`, blob of a safetensors file's first bytes; `blob`, all of a file without
+    tensors; `same`, BLAKE3 of a file that the old checkpoint has too, under the same path.
     """
 
     path: Annotated[str, Meta(max_length=4_096)]
@@ -60,7 +60,10 @@ class _Format(Struct):
 
 
 class DeltaIndex(Struct, frozen=True, forbid_unknown_fields=True):
-    """Index of a delta. `fresh`: names, sorted. `blobs`: offset and length by name."""
+    """Index of a delta file: files and tensors of the new checkpoint.
+
+    `fresh`: names, sorted, of tensors that build on zeros. `blobs`: (offset, length) by name.
+    """
 
     format: int
     level: Word
@@ -79,7 +82,10 @@ class DeltaIndex(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_bytes(cls, stored: bytes, most: int) -> DeltaIndex:
-        """Read untrusted bytes; blobs lie before byte `most`. Raises DeltaFormatError."""
+        """Return the index in untrusted compressed bytes, checked.
+
+        Its blobs have to lie before byte `most` of the file. Raises DeltaFormatError.
+        """
         raw = decompressed(stored, _MAX_INDEX_BYTES)
         try:
             form = msgspec.json.decode(raw, type=_Format).format
@@ -101,7 +107,7 @@ class DeltaIndex(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Delta:
-    """A delta file that is open for reading."""
+    """Delta file that is mapped for reading, with its parsed index."""
 
     def __init__(self, path: Path, index: DeltaIndex, data: mmap.mmap) -> None:
         self.path = path
@@ -110,7 +116,10 @@ class Delta:
 
     @classmethod
     def open(cls, path: Path) -> Delta:
-        """Open and check one; raises DeltaFormatError that names the file."""
+        """Return the delta in a file, its index checked.
+
+        Raises DeltaFormatError that names the file.
+        """
         if not path.is_file():
             raise DeltaFormatError(f"{path}: no such file")
         size = path.stat().st_size
@@ -136,7 +145,7 @@ class Delta:
         return len(self._data)
 
     def blob(self, name: str) -> bytes:
-        """A blob, checked against its name. DeltaFormatError, ChunkDigestError."""
+        """Return a blob, verified against its name. Raises DeltaFormatError, ChunkDigestError."""
         if name not in self.index.blobs:
             raise DeltaFormatError(f"{self.path}: blob {name} is not in it")
         offset, length = self.index.blobs[name]
@@ -145,22 +154,25 @@ class Delta:
         return raw
 
     def unpacked(self, name: str, size: int) -> bytes:
-        """A compressed blob of `size` bytes."""
+        """Return the decompressed content of a blob, of at most `size` bytes.
+
+        Raises like `blob`.
+        """
         return decompressed(self.blob(name), size)
 
 
 def tail_of(offset: int, stored: bytes) -> bytes:
-    """The last bytes of a delta whose index `stored` begins at `offset`."""
+    """Return the last bytes of a delta file whose index `stored` begins at byte `offset`."""
     return TAIL.pack(offset, len(stored), blake3.blake3(stored).digest(), _END)
 
 
 def compressed(raw: bytes) -> bytes:
-    """Compress a blob that is not a chunk."""
+    """Return bytes that are not a chunk, compressed by zstd."""
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)
 
 
 def decompressed(packed: bytes, most: int) -> bytes:
-    """Decompress untrusted bytes, to at most `most`. Raises DeltaFormatError."""
+    """Return untrusted bytes, decompressed to at most `most` bytes. Raises DeltaFormatError."""
     try:
         size = zstandard.frame_content_size(packed)
         if not 0 <= size <= most:

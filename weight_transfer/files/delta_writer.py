@@ -39,20 +39,21 @@ from weight_transfer.format.tensors import TensorBits
 from weight_transfer.publish.level import quicker_level
 
 Progress = Callable[[int], None]
-"""Told how many bytes of the new checkpoint are done since the last call."""
+"""Callback with the number of bytes of the new checkpoint that were done since the last call."""
 Rows = tuple[int, int]
 Result = TypeVar("Result")
 
 
 def nothing_told(_: int) -> None:
-    """No progress is shown."""
+    """Ignore progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class DiffSettings:
-    """`level`: None takes the one that is done first on a link of `link_bytes_s`, by a sample.
+    """Settings of a diff between checkpoints.
 
-    `threads`: how many chunks are worked on at once.
+    `level`: codec level; None chooses the one that is done first on a link of `link_bytes_s`, by a
+    sample. `chunk_bytes`: unencoded bytes of a chunk. `threads`: chunks worked on at once.
     """
 
     level: Level | None = Level.FAST
@@ -68,9 +69,9 @@ def diff(
     settings: DiffSettings | None = None,
     progress: Progress = nothing_told,
 ) -> Delta:
-    """Write to `out` what makes `new` of `old`, and open it. Nothing is left of a failed one.
+    """Write a delta file that turns `old` into `new` to `out`, which must not exist.
 
-    Raises WeightError or OSError; `out` must not exist.
+    Return it, opened. After an error nothing is left at `out`. Raises WeightError or OSError.
     """
     settings = settings or DiffSettings()
     if old.single != new.single:
@@ -81,7 +82,7 @@ def diff(
 
 
 class _Writer:
-    """One delta in the making."""
+    """Writer of one delta file."""
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class _Writer:
             self._progress((header.end_row - header.first_row) * new.row_elements * header.width)
 
     def _quicker(self) -> Level:
-        """By the largest tensor that both have."""
+        """Return the level that is quicker for the largest tensor that both checkpoints have."""
         common = (name for name in self._new.names if self._alike(name))
         largest = max(common, key=lambda name: self._new.tensor(name).bits.nbytes, default=None)
         if largest is None:
@@ -194,5 +195,5 @@ def _part(tensor: TensorBits, rows: Rows) -> int:
 
 
 def whole_digest(tensor: TensorBits) -> str:
-    """Return the digest of a tensor as a manifest writes it."""
+    """Return the digest of a tensor as 16 hex digits, as a manifest writes it."""
     return hex_digest(digest_of(tensor.bits))
