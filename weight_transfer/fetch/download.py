@@ -76,42 +76,52 @@ class _Record:
 
 
 class PeerScores:
-    """Scores of all sources of one receiver; the clock is handed in."""
+    """Scores of all sources of one node's downloads: failures, pauses and rates.
+
+    The clock is handed in.
+    """
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
 
     def ordered(self, sources: Sequence[str], now_s: float) -> list[str]:
-        """The same sources; avoided ones come last, the one that is avoided least long first."""
+        """Return the sources with those that are paused now moved to the end, shortest pause
+        first."""
         until = {source: self._of(source).until_s for source in sources}
         good = [source for source in sources if until[source] <= now_s]
         return good + sorted((s for s in sources if until[s] > now_s), key=lambda s: until[s])
 
     def served(self, source: str, size: int, seconds: float, now_s: float) -> None:
-        """Record a source that sent `size` bytes in `seconds` until now."""
+        """Record that a source has sent `size` bytes in `seconds` until now, and clear its
+        failures."""
         record = self._of(source)
         record.strikes = 0
         if size >= LEAST_SAMPLE_BYTES:
             record.samples.append((now_s, size / max(seconds, 1e-6)))
 
     def failed(self, source: str, now_s: float) -> None:
-        """Record a source that refused, went silent or broke off."""
+        """Record that a source refused, went silent or broke off.
+
+        Its pause doubles with each failure.
+        """
         record = self._of(source)
         record.until_s = now_s + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**record.strikes)
         record.strikes += 1
 
     def corrupt(self, source: str, now_s: float) -> None:
-        """Record a source that sent other bytes than the requested ones."""
+        """Record that a source sent wrong bytes; it is paused for CORRUPT_PAUSE_S."""
         record = self._of(source)
         record.until_s = now_s + CORRUPT_PAUSE_S
         record.strikes += 1
 
     def dawdles(self, source: str, rate: float, origin: str, since_s: float) -> bool:
-        """Return True if the origin was so much faster since `since_s` that asking it pays.
+        """Return True if a source's `rate` is below SLOW_SHARE of the origin's slowest since
+        `since_s`.
 
-        Only what the origin sent meanwhile counts: a chunk's share of the slow link depends on how
-        many share it. A neighbour's speed counts for nothing: it may have had the chunk that this
-        source waits for.
+        False for the origin itself, and if the origin sent nothing meanwhile. Earlier samples do
+        not count, because a chunk's share of the slow link depends on how many share it. A
+        neighbour's speed does not count either: it may have had the chunk that this source waits
+        for.
         """
         meanwhile = [rate for at_s, rate in self._of(origin).samples if at_s > since_s]
         return source != origin and bool(meanwhile) and rate < SLOW_SHARE * min(meanwhile)
@@ -123,7 +133,10 @@ class PeerScores:
 
 
 def order(members: Iterable[str], name: str) -> list[str]:
-    """Members by how much `name` is theirs, the first one most; each member once."""
+    """Return the members in their order of responsibility for the object `name`, each once.
+
+    The order is rendezvous hashing, and the same on all members.
+    """
     return sorted(set(members), key=lambda member: _weight(member, name), reverse=True)
 
 
@@ -134,7 +147,7 @@ def _weight(member: str, name: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Route of an object: the addresses to ask for it, each once."""
+    """Addresses to ask for an object: members before this one, members after it, and the origin."""
 
     before: tuple[str, ...]
     holders: tuple[str, ...]
@@ -142,12 +155,13 @@ class Route:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All of them, in the order in which they are asked."""
+        """All addresses of the route, in the order in which they are asked."""
         return (*self.before, *self.holders, self.origin)
 
     @classmethod
     def of(cls, name: str, me: str, members: Iterable[str], origin: str) -> Route:
-        """Return the route of an object; `me` is empty for a node that relays nothing."""
+        """Return the route of an object for the node `me`, which is empty for a node that relays
+        nothing."""
         if not me:
             return cls(tuple(order(members, name)), (), origin)
         everyone = order({*members, me}, name)
@@ -160,7 +174,7 @@ GateOf = Callable[[str], AbstractAsyncContextManager[object]]
 
 
 class SourceError(Exception):
-    """This source does not serve this chunk now."""
+    """Error for a source that does not serve a chunk now; the next source is asked."""
 
 
 # Failures of one source, after which the next one is asked. ValueError: an address that aiohttp,
@@ -169,11 +183,14 @@ ATTEMPT_FAILURES = (SourceError, aiohttp.ClientError, OSError, ValueError)
 
 
 class NotHeldError(Exception):
-    """Another is to be asked for the chunk; nothing is wrong with this one."""
+    """Signal that a source does not hold a chunk.
+
+    The next is asked, and the source's score stays.
+    """
 
 
 def refusal(url: str, status: int) -> str:
-    """Return the error line for a reply without content."""
+    """Return the error text for an HTTP reply of this status, with a hint for 401."""
     hint = "; is its origin in `transport.origins`, and the token right?" if status == 401 else ""
     return f"{url}: HTTP {status}{hint}"
 
@@ -185,9 +202,10 @@ async def whole_reply(
     most: int,
     arrived: Callable[[int], Awaitable[None]] | None = None,
 ) -> bytearray:
-    """Return a reply of at most `most` bytes; SourceError for a longer one, or for no content.
+    """Return the body of a GET reply of at most `most` bytes.
 
-    `arrived` is told of each part's size. No copy is made: it would hold the interpreter's lock.
+    `arrived` is awaited with the size of each part. Raises SourceError for a longer body or a
+    status other than 200. The bytes are not copied: copying would hold the interpreter's lock.
     """
     body = bytearray()
     async with session.get(url, timeout=timeout, allow_redirects=False) as response:
@@ -203,10 +221,11 @@ async def whole_reply(
 
 
 class Download:
-    """A chunk that arrives. Others may read what is here already, before all of it is.
+    """Download of one chunk into the store, from several sources in turn.
 
-    `here`: bytes of the part file. `restarts`: how often it began anew, since what had come was
-    wrong: nothing read before counts then. `received`: all bytes that came over a link.
+    `here`: bytes in the part file, which others may read before the chunk is whole. `restarts`: how
+    often it began anew because received bytes were wrong; what was read before does not count then.
+    `received`: all bytes that came over a link.
     """
 
     def __init__(
@@ -218,9 +237,9 @@ class Download:
         manifest: str,
         job: str,
     ) -> None:
-        """`manifest`: path of one that names the chunk, for relays that do not know it yet.
+        """`manifest`: path of a manifest that names the chunk, for relays that do not know it yet.
 
-        job: whose it is.
+        job: job of that manifest.
         """
         self.ref = ref
         self._named_by = {MANIFEST: manifest, JOB: quote(job, safe="")}
@@ -240,31 +259,39 @@ class Download:
 
     @property
     def from_origin(self) -> bool:
-        """True if the chunk comes from the origin, or waits for its turn on that slow link."""
+        """True if the chunk comes from the origin, or waits for its turn on the slow link to it."""
         return self._route is not None and self._source == self._route.origin
 
     @property
     def from_holder(self) -> bool:
-        """True if the chunk comes from a member that may ask this one: it is not passed on then."""
+        """True if the chunk comes from a member after this one in the order, which may ask this
+        node.
+
+        Such a chunk is not passed on.
+        """
         return self._route is not None and self._source in self._route.holders
 
     @property
     def moved(self) -> asyncio.Event:
-        """Set when there is more than now, or less, or an end. Take it before looking."""
+        """Event that is set when `here` changes, the download restarts, or it ends.
+
+        Each event is set once: read the property before looking at the state, then wait for it.
+        """
         return self._moved
 
     def reader(self) -> int:
-        """A descriptor of what is here, the caller's to close; good whatever becomes of the file.
+        """Return a new file descriptor of the part file, which the caller has to close.
 
-        Only while it has not ended and something is here.
+        Call it only before the download has ended and when `here` is above 0.
         """
         assert self._file
         return os.dup(self._file.fileno())
 
     async def run(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
-        """Bring it into the store. `gate_of` a source is held while it sends.
+        """Download the chunk into the store; return once it is there and verified.
 
-        Raises FetchError when no source gave it, StorageError when the disk refuses.
+        `gate_of(source)` is a context that is held while the source sends. Raises FetchError when
+        no source gave it, StorageError when the disk refuses.
         """
         try:
             await self._receiving.work(self._open)
@@ -309,7 +336,7 @@ class Download:
         ) from failure
 
     async def _doubt(self, session: aiohttp.ClientSession, source: str) -> None:
-        """Ask a relay to check its own copy."""
+        """Ask a source to verify its own copy of the chunk; failures are ignored."""
         with contextlib.suppress(*ATTEMPT_FAILURES):
             url = f"{source}/chunks/{self.ref.id}/doubt"
             async with session.post(url, timeout=_CALL, allow_redirects=False):
@@ -324,7 +351,10 @@ class Download:
         raise SourceError(f"{source} keeps chunk {self.ref.id} in line for too long")
 
     async def _ask(self, session: aiohttp.ClientSession, source: str, route: Route) -> bool:
-        """Receive what a source sends; return False when the chunk waits for its turn there."""
+        """Receive the rest of the chunk from a source.
+
+        Return False if it waits in line there (202).
+        """
         headers = dict(self._named_by)
         if self.here:
             headers["Range"] = f"bytes={self.here}-"
@@ -373,7 +403,7 @@ class Download:
         self._scores.served(source, self.here - first, now_s - asked_s, now_s)
 
     def _judge(self, source: str, origin: str, size: int, began_s: float) -> None:
-        """Raise SourceError for a relay that is much slower than the origin."""
+        """Raise SourceError if the source is much slower than the origin."""
         seconds = time.monotonic() - began_s
         if seconds < PATIENCE_S or self._receiving.seconds_for(size) > 0.5 * seconds:
             return
@@ -395,7 +425,7 @@ class Download:
         moved.set()
 
     def _open(self) -> None:
-        """Open the part file and hash what an earlier attempt left."""
+        """Open the part file, and hash the bytes that an earlier download left in it."""
         self._file = self._receiving.store.open_part(self.ref.id)
         self._file.seek(0)
         while block := self._file.read(1 << 20):

@@ -66,7 +66,7 @@ CHUNKS_AT_ONCE = 16
 
 
 def ignore_reject(_: str) -> None:
-    """Ignore chunks that arrived corrupt."""
+    """Ignore the name of a chunk that arrived corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,16 @@ class _Known:
 
 
 def path_of(version: int, *, base: bool = False) -> str:
-    """Return the path of a version's manifest below a server's address."""
+    """Return the path of a version's manifest (of its base, or of its delta) below a server's
+    address."""
     return f"manifests/{version}{'.base' if base else ''}"
 
 
 class ChunkFetcher:
-    """Chunk fetcher of one node; each object is on its way at most once.
+    """Fetcher of one node: it brings manifests and chunks into the store, each once at a time.
 
-    `me`: how the other members know this one, empty for a node that relays nothing.
+    `me`: this node's address among `members`, the relays of the cluster; empty for a node that
+    relays nothing.
     """
 
     def __init__(
@@ -121,23 +123,23 @@ class ChunkFetcher:
         self._manifests: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._learned = asyncio.Event()
         self.group: FixedGroup | None = None
-        """GPUs that hand chunks to each other; None where neighbours share over HTTP alone."""
+        """Group of GPUs that pass chunks to each other over NCCL; None where all goes over HTTP."""
 
     @property
     def receiving(self) -> DownloadLimits:
-        """Store of the fetched objects, with the limits of their download."""
+        """Store, limits and counters of this node's downloads."""
         return self._receiving
 
     def enrol(self, members: Iterable[str]) -> None:
-        """Replace the members of the cluster, this node among them or not."""
+        """Replace the addresses of the cluster's relays, of which this node may be one."""
         self._members = frozenset(members)
 
     def route(self, name: str, origin: str) -> Route:
-        """Return the addresses to ask for an object."""
+        """Return the addresses to ask for an object, in order; the origin is the last."""
         return Route.of(name, self._me, self._members, origin)
 
     def download(self, name: str) -> Download | None:
-        """A chunk that is on its way."""
+        """Return the running download of a chunk, None if there is none."""
         return self._downloads.get(name)
 
     async def manifest(
@@ -149,7 +151,11 @@ class ChunkFetcher:
         *,
         base: bool = False,
     ) -> tuple[Manifest, int]:
-        """A version's manifest, checked, and the bytes that it took."""
+        """Fetch and verify a version's manifest; return it and the bytes received for it.
+
+        The bytes are 0 for a manifest that this node has already. Raises FetchError, and
+        WeightError for a wrong manifest.
+        """
         path = path_of(version, base=base)
         route = self.route(f"{job}/{path}", origin)
         wanted = _Wanted(job, version, base, verify_key)
@@ -165,7 +171,7 @@ class ChunkFetcher:
 
     @contextlib.contextmanager
     def keeping(self, job: str, version: int, *, base: bool = False) -> Iterator[None]:
-        """Within the block what is known of a version stays, whatever others ask for."""
+        """Keep a version's manifest in memory within the block, however many others are learned."""
         key = job, path_of(version, base=base)
         self._kept[key] += 1
         try:
@@ -182,17 +188,18 @@ class ChunkFetcher:
         return known if known and time.time() < known.expires_s else None
 
     def _where(self, name: str) -> tuple[ChunkRef, str, str, str] | None:
-        """Return (chunk, its origin, path, job) by the newest manifest that names the chunk."""
+        """Return (chunk, its origin, path, job) by the newest known manifest that names it, else
+        None."""
         for (job, path), known in reversed(self._manifests.items()):
             if ref := known.refs.get(name):
                 return ref, known.origin_of(ref), path, job
         return None
 
     async def obtain(self, ref: ChunkRef, on_reject: Callable[[str], None] = ignore_reject) -> int:
-        """Have a chunk of a known manifest in the store; returns the bytes received for it.
+        """Bring a chunk of a known manifest into the store; return the bytes received for it.
 
-        However many ask, it is fetched once; they all get the FetchError of a failed one. A
-        manifest is known for sure only within `keeping`.
+        Callers for the same chunk share one download, and its FetchError; the bytes are 0 for all
+        but the first caller. A manifest is certain to be known only within `keeping`.
         """
         task = self._tasks.get(ref.id)
         mine = task is None
@@ -208,14 +215,19 @@ class ChunkFetcher:
         return received if mine else 0
 
     def follow(self, job: str, origin: str, verify_key: VerifyKey | None) -> None:
-        """Fetch from `origin` what neighbours ask for of a job, this node's own or another."""
+        """Set the origin and key with which this node fetches a job's versions when neighbours
+        ask."""
         self._following[job] = origin, verify_key
         self._following.move_to_end(job)
         if len(self._following) > MOST_JOBS:
             self._following.popitem(last=False)
 
     async def known(self, name: str, path: str = "", job: str = "") -> ChunkRef | None:
-        """A chunk of a manifest that this node has, waited for shortly. `path`: of the manifest."""
+        """Return the manifest's entry for a chunk, None if no known manifest names it.
+
+        It waits up to KNOWN_WITHIN_S for such a manifest, or fetches the manifest at `path` of a
+        followed job.
+        """
         if self._where(name) is None and path:
             await self.known_manifest(path, job)
         else:
@@ -224,9 +236,10 @@ class ChunkFetcher:
         return where[0] if where else None
 
     async def known_manifest(self, path: str, job: str = "") -> bytearray | None:
-        """A manifest that this node has, or gets: for a neighbour's sake, or waited for shortly.
+        """Return the bytes of the manifest at `path`, None if this node has none and gets none.
 
-        job: whose; "" for a caller that names none, and means that of all, or the newest.
+        It is fetched if its job is followed, else waited for up to KNOWN_WITHIN_S. job: "" means
+        the job that was followed last, then any job.
         """
         named = _MANIFEST.fullmatch(path)
         of = job or next(reversed(self._following), "")
@@ -249,12 +262,15 @@ class ChunkFetcher:
         return {job: (len(each), max(each, default=0)) for job, each in numbers.items()}
 
     def _named(self, path: str, job: str) -> _Known | None:
-        """Return the job's manifest of that path; without a job the newest one."""
+        """Return the known manifest of a job at that path; without a job the newest one.
+
+        Else None.
+        """
         known = reversed(self._manifests.items())
         return next((k for (whose, its), k in known if its == path and job in ("", whose)), None)
 
     async def close(self) -> None:
-        """Stop all downloads; received parts stay."""
+        """Cancel all downloads and leave the GPU group; received parts stay on disk."""
         if self.group is not None:
             self.group.close()
         tasks = list(self._tasks.values())
@@ -284,9 +300,10 @@ class ChunkFetcher:
     async def _object(
         self, path: str, sources: list[str], wanted: "_Wanted"
     ) -> tuple[bytearray, Manifest]:
-        """A manifest that somebody has and that is what was asked for.
+        """Fetch a manifest from the first source that has the wanted one.
 
-        Raises FetchError, or the WeightError of the last that was not.
+        Return its bytes and itself. Raises FetchError when no source gives it, or the WeightError
+        of the origin's reply.
         """
         failure: Exception | None = None
         timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=SILENCE_TIMEOUT_S)
@@ -332,7 +349,8 @@ class ChunkFetcher:
         learned.set()
 
     def _forget(self) -> None:
-        """Forget the oldest manifests beyond the limits, but the newest and those that are kept."""
+        """Forget the oldest manifests beyond the limits, except the newest and those that are
+        kept."""
         size = sum(len(known.raw) for known in self._manifests.values())
         for key in list(self._manifests)[:-1]:
             if len(self._manifests) <= KNOWN_VERSIONS and size <= MOST_KNOWN_BYTES:
@@ -353,12 +371,12 @@ class ChunkFetcher:
 
 
 class _ForeignJobError(FetchError):
-    """Manifest of another job's version."""
+    """Error for a received manifest of another job's version."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Request for a manifest: version, job and key."""
+    """Job, version and key of a requested manifest, which a received one is checked against."""
 
     job: str
     version: int
@@ -366,9 +384,9 @@ class _Wanted:
     verify_key: VerifyKey | None
 
     def read(self, raw: bytearray, *, relayed: bool) -> Manifest:
-        """Check a received manifest. Raises ManifestError, FetchError for another one.
+        """Return the manifest in received bytes. Raises WeightError if it is not the requested one.
 
-        relayed: it came from a neighbour, whose copy may be older than the publisher's.
+        relayed: True if a neighbour sent it, whose copy may have expired.
         """
         manifest = Manifest.from_bytes(raw, self.verify_key)
         if manifest.job != self.job:
@@ -393,7 +411,7 @@ def _unexpected(what: str, error: Exception) -> FetchError:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A version that is here: its manifest's file and the bytes that crossed the link."""
+    """Fetched version: its manifest, the manifest's file, and the bytes received over the link."""
 
     manifest: Manifest
     manifest_path: Path
@@ -412,14 +430,14 @@ async def fetch_version(
     base: bool = False,
     on_the_way: bool = False,
 ) -> Fetched:
-    """Bring a version of a job into the receiver's store.
+    """Fetch a version's manifest and all its missing chunks into the store.
 
-    hold: takes the names of all files that the version needs, so that they are kept until used.
-    on_reject is told the name of each chunk whose bytes did not match it (it is fetched again).
-    base: all of the version instead of its step. on_the_way: to another version, so it may have
-    expired.
-    Raises FetchError after a bounded number of attempts, WeightError for a wrong manifest,
-    StorageError when the disk refuses.
+    Return what was fetched. hold: set to which the names of all files that the version needs are
+    added, so that they are kept. on_reject: called with the name of each chunk whose bytes did not
+    match it; the chunk is fetched again. base: fetch the version as a whole instead of its delta.
+    on_the_way: the version only leads to another one, so it may have expired. Raises FetchError
+    after a bounded number of attempts, WeightError for a wrong manifest, StorageError when the disk
+    refuses.
     """
     with fetcher.keeping(job, version, base=base):
         manifest, size = await fetcher.manifest(job, version, url, verify_key, base=base)
@@ -438,7 +456,7 @@ async def fetch_version(
 async def _chunks(
     fetcher: ChunkFetcher, manifest: Manifest, on_reject: Callable[[str], None]
 ) -> int:
-    """Have all chunks of a kept manifest; returns the bytes received for them."""
+    """Bring all chunks of a kept manifest into the store; return the bytes received for them."""
     receiving = fetcher.receiving
     await receiving.work(partial(receiving.cache.make_room, manifest))
     size = 0
@@ -453,9 +471,10 @@ async def _chunks(
 async def _obtained(
     fetcher: ChunkFetcher, refs: Iterable[ChunkRef], on_reject: Callable[[str], None]
 ) -> int:
-    """Have chunks, a few at once; returns the bytes received for them.
+    """Bring chunks into the store, CHUNKS_AT_ONCE at a time; return the bytes received for them.
 
-    A task for each would be a quarter of a million, which the collector looks at all at once.
+    One task for each chunk could be a quarter of a million, which the garbage collector scans at
+    once.
     """
     # Neighbours' requests are outside of this limit: this node may be waiting for a neighbour.
     pending = iter(refs)
@@ -477,7 +496,10 @@ async def _obtained(
 def _missing(
     store: ChunkStore, manifest: Manifest, on_reject: Callable[[str], None]
 ) -> dict[str, ChunkRef]:
-    """Return the chunks that are not stored, or that the disk has damaged since."""
+    """Return, by name, chunks that are not stored.
+
+    Damaged ones are deleted and count as missing.
+    """
     missing = {}
     for ref in manifest.chunks:
         if store.mend(ref.id):

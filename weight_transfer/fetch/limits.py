@@ -31,21 +31,21 @@ MIN_BURST_BYTES = 64 << 10
 
 
 class ChunkSource(StrEnum):
-    """Sender of chunks."""
+    """Kind of server that chunks are fetched from."""
 
     PUBLISHER = "publisher"
     NEIGHBOUR = "neighbour"
 
 
 class Asked(StrEnum):
-    """Kind of requested object."""
+    """Kind of object that a reader requests from a weight server."""
 
     CHUNK = "chunk"
     MANIFEST = "manifest"
 
 
 class ReplyKind(StrEnum):
-    """Kind of reply."""
+    """Kind of reply of a weight server, for counting."""
 
     SENT = "sent"
     IN_LINE = "in_line"
@@ -65,13 +65,17 @@ _ANSWERS = {
 
 
 def answer_of(status: int) -> ReplyKind:
-    """Return the kind of reply of an HTTP status."""
+    """Return the kind of reply that an HTTP status stands for."""
     return _ANSWERS.get(status) or (ReplyKind.SENT if status < 400 else ReplyKind.FAILED)
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes are those of chunks, as they cross the link; `rejected` ones had another digest."""
+    """Counters of one node's weight server and fetcher since its start.
+
+    Bytes are encoded bytes of chunks. `rejected_chunks`: received chunks whose digest was wrong.
+    `answers`: replies by requested object and kind.
+    """
 
     clock_s: Callable[[], float] = time.monotonic
     served_bytes: int = 0
@@ -104,9 +108,9 @@ class Traffic:
 def evictions(
     files: Collection[StoredFile], needed: Collection[str], room_bytes: int
 ) -> list[StoredFile]:
-    """Return the files to remove so that the others take at most `room_bytes`.
+    """Return the files to delete, oldest first, so that the others take at most `room_bytes`.
 
-    Never one that is `needed`, even where that leaves too little room.
+    A `needed` file is never among them, even where that leaves too little room.
     """
     excess = sum(file.size for file in files) - room_bytes
     leaving: list[StoredFile] = []
@@ -120,7 +124,10 @@ def evictions(
 
 
 class ChunkCache:
-    """A chunk store of at most `cap_bytes`; None bounds nothing. Methods run in any thread."""
+    """Chunk store with a cap of `cap_bytes` on its disk space, None for no cap.
+
+    Usable in any thread.
+    """
 
     def __init__(self, store: ChunkStore, cap_bytes: int | None) -> None:
         self.store = store
@@ -129,7 +136,10 @@ class ChunkCache:
 
     @contextmanager
     def hold(self) -> Iterator[set[str]]:
-        """Pin files: names put into the returned set are not evicted until the block ends."""
+        """Yield an empty set.
+
+        Files whose names are added to it are not evicted until the block ends.
+        """
         names: set[str] = set()
         self._holds[id(names)] = names
         try:
@@ -140,7 +150,10 @@ class ChunkCache:
                 names.pop()
 
     def make_room(self, manifest: Manifest) -> None:
-        """Make room for a version that is about to be fetched; CacheFullError when it cannot be."""
+        """Evict files of other versions so that all chunks of a manifest fit under the cap.
+
+        Raises CacheFullError when they cannot fit.
+        """
         if self._cap_bytes is None:
             return
         absent = {ref.id: ref.encoded_bytes for ref in manifest.chunks}
@@ -162,7 +175,7 @@ class ChunkCache:
 
 
 class TokenBucket:
-    """Token bucket that pays first and waits afterwards, so a piece above the burst still passes.
+    """Token bucket for bytes: it may go into debt, so that a piece above the burst passes too.
 
     The clock is handed in: seconds of one monotonic clock.
     """
@@ -176,7 +189,10 @@ class TokenBucket:
         self._at_s: float | None = None
 
     def take(self, size: int, now_s: float) -> float:
-        """Pay for `size` bytes; how long to wait before taking more, in seconds."""
+        """Take `size` bytes at `now_s`.
+
+        Return the seconds to wait before taking more, 0 for none.
+        """
         elapsed_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
         self._level = min(self._burst, self._level + elapsed_s * self._rate) - size
         self._at_s = now_s
@@ -188,11 +204,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Caps:
-    """Caps of one receiver; None bounds nothing.
+    """Caps of one node's downloads; None means no cap.
 
-    `threads` and `nice`: of the threads that hash, check and write what arrives.
-
-    Decoding is done by the engine, under its own placement (a guest's is behind everybody else).
+    `bytes_per_s`: average rate of the link. `disk_bytes`: size of the store. `threads`, `nice`:
+    number and niceness of the threads that hash, check and write what arrives. Decoding is not
+    capped here: the engine does it.
     """
 
     bytes_per_s: int | None = None
@@ -202,7 +218,7 @@ class Caps:
 
 
 class DownloadLimits:
-    """One node's receiver: all its replicas together stay within `caps`."""
+    """Store, caps, counters and threads of one node's downloads, shared by all of its replicas."""
 
     def __init__(self, store: ChunkStore, caps: Caps) -> None:
         self.store = store
@@ -219,11 +235,12 @@ class DownloadLimits:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="rose-manifests")
 
     def seconds_for(self, size: int) -> float:
-        """Return the shortest time for `size` bytes under the cap on the link."""
+        """Return the shortest time in seconds for `size` bytes under the link's cap, 0 without a
+        cap."""
         return size / self._bytes_per_s if self._bytes_per_s else 0.0
 
     async def arrived(self, size: int) -> None:
-        """Count `size` received bytes, and wait until more may be received."""
+        """Take `size` received bytes from the link's cap, and wait until more may be received."""
         if self._bucket is None:
             return
         wait_s = self._bucket.take(size, time.monotonic())
@@ -231,9 +248,9 @@ class DownloadLimits:
             await asyncio.sleep(wait_s)
 
     async def work(self, task: Callable[[], Result]) -> Result:
-        """Run what costs CPU or waits for the disk in one of the receiver's own threads.
+        """Run a task that needs CPU or the disk in a low-priority thread, and return its result.
 
-        Raises StorageError when the disk refuses.
+        An OSError becomes StorageError.
         """
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, task)
@@ -244,15 +261,15 @@ class DownloadLimits:
             ) from error
 
     async def read(self, task: Callable[[], Result]) -> Result:
-        """Run what decodes in Python, and so holds the interpreter's lock now and then.
+        """Run a task that decodes in Python in a thread of normal priority, and return its result.
 
-        In a thread that is not nice: on a busy machine one that is would keep the lock from the
-        guard for as long as it waits for a core.
+        Such a task holds the interpreter's lock now and then: on a busy machine a low-priority
+        thread would keep the lock while it waits for a core.
         """
         return await asyncio.get_running_loop().run_in_executor(self._reader, task)
 
     def close(self) -> None:
-        """Let the threads go once they are done."""
+        """Shut the threads down once their tasks are done, without waiting."""
         self._pool.shutdown(wait=False)
         self._reader.shutdown(wait=False)
 

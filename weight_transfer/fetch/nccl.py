@@ -46,7 +46,7 @@ from weight_transfer.format.chunk import check_id
 GROUP: Final = "/group"
 MOST_NAME_BYTES: Final = 8 << 10
 GroupName = Annotated[tuple[int, ...], Meta(max_length=1_024)]
-"""NCCL's name of a group, as its leader answers at GROUP."""
+"""NCCL's id of a group, a row of numbers, as its leader answers at GROUP."""
 # Members get word of a version within a second of each other.
 WAIT_S = 3.0
 _log = logging.getLogger(__name__)
@@ -61,15 +61,15 @@ ASK_S = 1.0
 
 
 class Barrier(Protocol):
-    """Barrier at which the members of a group meet before a broadcast."""
+    """Barrier at which all members of a group meet before they broadcast a version's chunks."""
 
     async def join(self, what: str, rank: int) -> bool:
-        """Wait for the others; whether all came for the same, in time."""
+        """Wait for the other ranks; return True if all came for the same version `what` in time."""
         ...
 
 
 class LocalBarrier:
-    """The barrier in the leader's own process."""
+    """Barrier in the process of the group's leader."""
 
     def __init__(self, size: int, wait_s: float = WAIT_S) -> None:
         self._size = size
@@ -98,14 +98,14 @@ class LocalBarrier:
 
 @dataclass(frozen=True, slots=True)
 class GroupLead:
-    """The leader's part of a group. `unique_id`: NCCL's name of the group, a row of numbers."""
+    """Leader's part of a group: NCCL's id of the group, a row of numbers, and the barrier."""
 
     unique_id: tuple[int, ...]
     barrier: LocalBarrier
 
 
 class RemoteBarrier:
-    """The barrier of a leader elsewhere: `POST {leader}/group/{what}/{rank}`."""
+    """Client of the leader's barrier, for other members: `POST {leader}/group/{what}/{rank}`."""
 
     def __init__(self, session: aiohttp.ClientSession, leader: str, wait_s: float = WAIT_S) -> None:
         self._session = session
@@ -113,7 +113,10 @@ class RemoteBarrier:
         self._timeout = aiohttp.ClientTimeout(total=2 * wait_s)
 
     async def join(self, what: str, rank: int) -> bool:
-        """Part of `Barrier`; a leader that does not answer is one that does not come."""
+        """Wait for the other ranks; return True if all came for the same version `what` in time.
+
+        False if the leader does not answer.
+        """
         url = f"{self._leader}/group/{what}/{rank}"
         try:
             async with self._session.post(
@@ -126,26 +129,29 @@ class RemoteBarrier:
 
 
 class Communicator(Protocol):
-    """Communicator of a group, as a fan-out uses it."""
+    """Broadcast channel of a group of GPUs, NCCL's or a test's."""
 
     rank: int
     size: int
 
     def broadcast(self, body: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
-        """Give the root's `body` to all; the others hand in a buffer of the same length."""
+        """Send the root's `body` to all members; return it on each of them.
+
+        The others hand in a buffer of the same length.
+        """
         ...
 
     def abort(self) -> None:
-        """End all calls that wait, from another thread."""
+        """End all waiting calls of this group, from another thread."""
         ...
 
 
 def hand(communicator: Communicator, name: str, body: bytes | None, root: int) -> bytes | None:
-    """Give a chunk from the member `root`, which has its `body`, to all members.
+    """Broadcast a chunk from the member `root`, which has its `body`, and return it on all members.
 
-    All make this call, in the same order. None where the root could not get it. Raises
-    ChunkDigestError where what came is not what the name says, GroupBrokenError where what came is
-    no chunk.
+    All members make this call, in the same order. Return None where the root could not get the
+    chunk. Raises ChunkDigestError where the bytes are not what the name says, GroupBrokenError for
+    an impossible length.
     """
     if communicator.rank != root and body is not None:
         raise FanoutError("only the root of a fan-out hands in the chunk")
@@ -163,9 +169,10 @@ def hand(communicator: Communicator, name: str, body: bytes | None, root: int) -
 
 
 class NcclCommunicator:
-    """A group over NCCL, through CuPy. `unique_id`: made by one member (`new_id`), told to all.
+    """Broadcast channel over NCCL, by CuPy.
 
-    It is made once all members make theirs. `device`: the CUDA ordinal whose links are used.
+    `unique_id`: id of the group, which one member makes by `new_id`. The constructor returns once
+    all members have made theirs. `device`: CUDA ordinal of the GPU.
     """
 
     def __init__(self, rank: int, size: int, unique_id: tuple[int, ...], device: int = 0) -> None:
@@ -180,7 +187,7 @@ class NcclCommunicator:
         return unique_id
 
     def broadcast(self, body: NDArray[np.uint8], root: int) -> NDArray[np.uint8]:
-        """Through this process's device; returns once all of it is here."""
+        """Send the root's `body` to all members through their GPUs; return it in host memory."""
         nccl = self._cupy.cuda.nccl
         with self._cupy.cuda.Device(self._device):
             stream = self._cupy.cuda.get_current_stream()
@@ -208,7 +215,7 @@ Result = TypeVar("Result")
 
 
 class FixedGroup:
-    """One member's view of its group. Its calls are made by one thread, in order."""
+    """One member's part in a fixed group of GPUs; its NCCL calls run in one thread, in order."""
 
     def __init__(
         self, communicator: Communicator, barrier: Barrier, chunk_s: float = CHUNK_S
@@ -219,7 +226,7 @@ class FixedGroup:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rose-group")
         self._lock = asyncio.Lock()
         self.broken = ""
-        """Why nothing is handed around any more; empty while it is."""
+        """Reason why the group broadcasts no more chunks; empty while it does."""
 
     async def bring(
         self,
@@ -228,10 +235,11 @@ class FixedGroup:
         obtain: Callable[[ChunkRef], Awaitable[int]],
         on_reject: Callable[[str], None],
     ) -> int:
-        """Have as many of a version's chunks in the store as the group can broadcast.
+        """Bring into the store as many of a version's chunks as the group can broadcast.
 
-        Returns the bytes that came to this member from outside of the group. Raises StorageError
-        after its part for the others is done.
+        Each member fetches its own share by `obtain`. Return the bytes that this member fetched
+        from outside of the group: 0 if the group is broken or a member did not come. Raises
+        StorageError after its share was broadcast.
         """
         async with self._lock:
             if self.broken:
@@ -259,7 +267,7 @@ class FixedGroup:
             return sum(received)
 
     def close(self) -> None:
-        """Leave: the others go on over HTTP."""
+        """Leave the group, which is broken then; the other members use HTTP."""
         if not self.broken:
             self._break("it was closed")
         self._thread.shutdown(wait=False)
@@ -305,7 +313,7 @@ class FixedGroup:
             raise refused
 
     def _root(self, name: str) -> int:
-        """Return the rank that owns a chunk, the same on all members."""
+        """Return the rank that fetches and broadcasts a chunk, the same on all members."""
         return int(order(map(str, range(self._communicator.size)), name)[0])
 
     async def _call(self, call: Callable[[], Result]) -> Result:
@@ -320,7 +328,8 @@ class FixedGroup:
 
 
 def _named(manifest: Manifest) -> str:
-    """Return a digest of the manifest, which members compare."""
+    """Return a digest of the manifest in hex, which is the members' name of the version at the
+    barrier."""
     digest = hashlib.blake2b(digest_size=32)
     for part in manifest.parts():
         digest.update(part)
@@ -328,7 +337,7 @@ def _named(manifest: Manifest) -> str:
 
 
 async def _got(coming: asyncio.Future[None], receiving: DownloadLimits, name: str) -> bytes | None:
-    """A chunk that this member was to fetch; None when it could not."""
+    """Return the bytes of a chunk that this member fetches, None when the fetch failed."""
     try:
         await coming
         return await receiving.work(partial(receiving.store.get, name))
@@ -343,7 +352,10 @@ MakeCommunicator = Callable[[int, int, tuple[int, ...], int], Communicator]
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Rank 0 leads. `leader`: its relay's address; `device`: the CUDA ordinal of this member."""
+    """Rank of this member in a group of `size` members, of which rank 0 leads.
+
+    `leader`: address of the leader's relay. `device`: CUDA ordinal of this member's GPU.
+    """
 
     rank: int
     size: int
@@ -352,7 +364,10 @@ class Membership:
 
 
 def lead(size: int) -> GroupLead:
-    """Make rank 0's part of a group. Raises FanoutError without CuPy and a GPU."""
+    """Make rank 0's part of a group, its id and barrier.
+
+    Raises FanoutError without CuPy and a GPU.
+    """
     return GroupLead(NcclCommunicator.new_id(), LocalBarrier(size))
 
 
@@ -362,7 +377,11 @@ async def join_group(
     leading: GroupLead | None = None,
     make: MakeCommunicator = NcclCommunicator,
 ) -> FixedGroup:
-    """Return once all members have joined; `leading` is the leader's own. Until then, no group."""
+    """Join a group and return this member's part in it, once all members have joined.
+
+    `leading`: the leader's own part, given on rank 0 alone; other members ask the leader for the
+    group's id until it answers, without a limit.
+    """
     barrier: Barrier
     if leading is not None:
         name, barrier = leading.unique_id, leading.barrier
@@ -376,7 +395,7 @@ async def join_group(
 
 
 async def _members_named(session: aiohttp.ClientSession, leader: str) -> tuple[int, ...]:
-    """Ask until the leader is up."""
+    """Return the group's id from the leader, asking every second until it answers."""
     timeout = aiohttp.ClientTimeout(total=5 * ASK_S)
     while True:
         try:

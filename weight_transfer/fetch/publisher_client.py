@@ -43,7 +43,8 @@ _CALL = aiohttp.ClientTimeout(total=10.0)
 
 
 class CatalogPayload(Struct, frozen=True, forbid_unknown_fields=True):
-    """A catalog: (version, bytes) of each base, (version, parent, bytes) of each delta."""
+    """Wire form of a catalog: (version, bytes) of each base, (version, parent, bytes) of each
+    delta."""
 
     job: Name
     expires_s: float
@@ -52,7 +53,10 @@ class CatalogPayload(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LeaseBody(Struct, frozen=True):
-    """Request that nothing after `version` be collected for `ttl_s`; sent again to renew it."""
+    """Request that a publisher keep all after `version` for `ttl_s` seconds.
+
+    Sent again to renew.
+    """
 
     reader: str
     version: Count
@@ -60,7 +64,7 @@ class LeaseBody(Struct, frozen=True):
 
 
 class LeaseGranted(Struct, frozen=True):
-    """Granted time of a lease, LONGEST_TTL_S at most."""
+    """Reply to a lease request: granted seconds, LONGEST_TTL_S at most."""
 
     ttl_s: float
 
@@ -69,9 +73,9 @@ _read = msgspec.json.Decoder(CatalogPayload).decode
 
 
 def encode_catalog(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) -> bytes:
-    """Return a catalog's bytes, of the newest versions if there are too many.
+    """Return a catalog as signed bytes that expire after LIFETIME_S; unsigned without a key.
 
-    Without a key they are unsigned.
+    Above MOST_BASES or MOST_DELTAS the oldest entries are left out.
     """
     bases = sorted(catalog.bases.items())[-MOST_BASES:]
     deltas = sorted((d.version, d.parent, d.wire_bytes) for d in catalog.deltas)[-MOST_DELTAS:]
@@ -83,9 +87,11 @@ def encode_catalog(catalog: Catalog, job: str, key: SigningKey | None, now_s: fl
 def decode_catalog(
     raw: bytes | bytearray, job: str, verify_key: VerifyKey | None, now_s: float
 ) -> Catalog:
-    """Read untrusted bytes; nothing is parsed before `verify_key` has verified them.
+    """Return the catalog in untrusted bytes, which are parsed only after `verify_key` verified
+    them.
 
-    Raises IndexFormatError.
+    Without a key the signature is not checked. Raises IndexFormatError, for another job's or an
+    expired catalog too.
     """
     try:
         envelope = Envelope.of(raw, Kind.CATALOG, MAX_CATALOG_BYTES)
@@ -106,18 +112,24 @@ _log = logging.getLogger(__name__)
 
 
 class PublisherClient:
-    """A node as its publishers know it. `name`: unique among all readers."""
+    """Client of publishers: it reads their catalogs and leases versions.
+
+    `name`: unique among readers.
+    """
 
     def __init__(
         self, session: aiohttp.ClientSession, name: str, verify_key: VerifyKey | None = None
     ) -> None:
-        """`verify_key`: of the job's trainer; without it signatures are not asked for."""
+        """`verify_key`: public key of the job's trainer; None accepts unsigned catalogs."""
         self._session = session
         self._name = name
         self._verify_key = verify_key
 
     async def catalog(self, url: str, job: str) -> Catalog:
-        """Fetch the catalog of a job's published versions. Raises FetchError, IndexFormatError."""
+        """Fetch and return the catalog of a job's published versions.
+
+        Raises FetchError, IndexFormatError.
+        """
         try:
             raw = await whole_reply(self._session, f"{url}{CATALOG}", _CALL, MAX_CATALOG_BYTES)
         except ATTEMPT_FAILURES as error:
@@ -126,8 +138,10 @@ class PublisherClient:
 
     @asynccontextmanager
     async def lease(self, url: str, part: str, version: int) -> AsyncIterator[None]:
-        """Within the block nothing after `version` is collected there, where the publisher knows
-        leases and can be reached. `part`: which of this node's replicas reads.
+        """Hold a lease at the publisher within the block, renewed in the background.
+
+        The publisher then deletes nothing after `version`. A publisher that grants no leases or
+        cannot be reached is ignored. `part`: name of this node's replica that reads.
         """
         asked = LeaseBody(f"{self._name}/{part}", version, LEASE_TTL_S)
         await self._take(url, asked)
@@ -143,7 +157,10 @@ class PublisherClient:
             await self._take(url, asked)
 
     async def _take(self, url: str, asked: LeaseBody) -> None:
-        """Ask once. Without a lease nothing is wrong yet: what is gone is said by the fetch."""
+        """Request the lease once.
+
+        Failures are ignored, since the fetch reports a version that is gone.
+        """
         try:
             async with self._session.post(
                 f"{url}{LEASES}",
