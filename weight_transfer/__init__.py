@@ -1,13 +1,15 @@
-"""Path of a weight, in the order of the data: sparse, bit-exact versions into running engines.
+"""Weight transfer: sparse, bit-exact versions of weights from a trainer into running engines.
+
+Stages, in the order in which a version passes them:
 
 format    tensors as bits, checkpoints, chunks, signed manifests; `kernels` loop over the bits
 publish   a trainer's step becomes chunks and a manifest, durable in a `chunk_store`
-serve     versions over HTTP; the `catalog` says which there are and which way leads to one
+serve     versions over HTTP; the `catalog` lists them and finds the cheapest steps to one
 fetch     a node gets each object once, from its neighbours or over the slow link
-apply     an engine's ranks decode a version, write it where it lives, and prove what it computes
+apply     an engine's ranks decode a version, write it into live parameters, and prove the result
 
-`files` has deltas between checkpoints on disk. Engines: `.vllm`, `.sglang`. Trainers whose ranks
-hold shards: `.torch`, or pieces of one's own.
+`files` has deltas between checkpoints on disk. Engines: `.vllm`, `.sglang`. A trainer whose ranks
+hold shards uses `.torch`, or gives pieces of its own (`publish.sharding`).
 """
 
 from weight_transfer.apply.receiver import Receiver, StagedTensor, StagedUpdate

@@ -1,13 +1,12 @@
 """Chunk store: immutable chunks and manifests in one folder, durable and verified.
 
 root/chunks/<blake3>              encoded chunks
-root/parts/<blake3>               chunks that are on their way, from the first byte on
-root/manifests/<version>.manifest       how a version follows from its parent
-root/manifests/<version>.base.manifest  all of a version, where it was published so too
-root/manifests/<job>@<version>….manifest  of a reader, whose store has that number of another job
+root/parts/<blake3>               partial files of chunks that are being received
+root/manifests/<version>.manifest       delta: how a version follows from its parent
+root/manifests/<version>.base.manifest  base: all weights of a version
+root/manifests/<job>@<version>….manifest  a reader's, if another job's version has that number
 
-All of it is its owner's alone: folders are 0700 and files 0600. Files and folders appear whole or
-not at all.
+Folders have mode 0700 and files 0600. Files and folders appear whole or not at all.
 """
 
 from __future__ import annotations

@@ -5,26 +5,26 @@ WeightError
 ├── DeltaFormatError    a delta file does not follow its format
 ├── ChunkError          a chunk cannot be used
 │   ├── ChunkFormatError    its bytes do not follow the wire format
-│   ├── ChunkDigestError    its bytes are not those its name promises
-│   └── ChunkMissingError   a manifest names it and nobody handed it in
+│   ├── ChunkDigestError    its bytes do not have the digest that is its name
+│   └── ChunkMissingError   a manifest names it, and the store or caller does not have it
 ├── ManifestError       a manifest is malformed or does not fit the model
 │   ├── SignatureError      it was not signed by the expected key
-│   └── ManifestExpired     its time is over
-├── ShardError          what ranks hold, or report, does not make a version
+│   └── ManifestExpired     its expiry time is over
+├── ShardError          shards or reports of a trainer's ranks do not make a version
 ├── WrongBaseError      an update was made for other weights than the active ones
 ├── DigestMismatchError the weights after an update are not those the publisher computed
-├── CatalogError        what is published does not lead to the wanted version
+├── CatalogError        no published bases and deltas lead to the wanted version
 ├── LoaderMapError      a checkpoint tensor cannot be found, byte for byte, in the engine
 ├── ProbeError          the probe cannot run in this engine
-├── DeviceMemoryError   a device has no room for what an update needs there
+├── DeviceMemoryError   a GPU has no memory for an update
 ├── StoreError          the store refuses: a chunk is not durable or a version exists already
 └── TransferError       weights cannot be fetched or served
     ├── FetchError          a version could not be fetched whole
     ├── IndexFormatError    a reply is not a catalog of the job
-    ├── StorageError        the disk refuses what is received
+    ├── StorageError        the disk refuses received chunks
     ├── CacheFullError      a version does not fit into the cache
-    ├── ReadLeaseError          a lease is asked for without a reader, a version or a time
-    └── FanoutError         a group of GPUs cannot hand chunks around
+    ├── ReadLeaseError      a lease request lacks a reader, a version or a lifetime
+    └── FanoutError         a group of GPUs cannot pass chunks to each other
         └── GroupBrokenError    its members do not make the same calls
 """
 

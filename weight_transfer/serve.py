@@ -1,18 +1,18 @@
 """HTTP routes of manifests and chunks: the trainer's, or a node's for its neighbours.
 
-GET /manifests/{version}        a signed manifest; `{version}.base` for all of a version, `?job=` of
-                                that job: versions of two jobs have the same numbers
+GET /manifests/{version}        signed manifest of a delta, `{version}.base` of a base; `?job=`
+                                names the job, since versions of two jobs have the same numbers
 GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
-POST /chunks/{blake3}/doubt     it arrived corrupt: a relay drops a copy that is damaged, a
-                                publisher drops the versions it is of too
+POST /chunks/{blake3}/doubt     the chunk arrived corrupt: a relay drops a damaged copy, a publisher
+                                drops the versions that need it too
 GET /catalog                    all published versions, signed (`publisher_client`); of a publisher
-POST /leases                    {reader, version, ttl_s}: nothing after `version` is collected
-GET /group                      of a fixed group's leader: NCCL's name of the group
-POST /group/{what}/{rank}       likewise: "all" once all members came for the same
+POST /leases                    {reader, version, ttl_s}: nothing after `version` is deleted
+GET /group                      from the leader of a fixed group of GPUs: NCCL's id of the group
+POST /group/{what}/{rank}       likewise, a barrier: "all" once all members came for a version
 
 A node forwards a chunk that is still arriving: a relay passes each part on as it comes. The last
 bytes wait until the whole was proved, so that no neighbour ever ends up with a chunk that this node
-would refuse. While the chunk waits for its turn on the slow link the caller hears 202.
+would refuse. While the chunk waits for its turn on the slow link the caller gets 202.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from weight_transfer.publish.level import LinkMeter
 
 _ASKED = {"chunks": Asked.CHUNK, "manifests": Asked.MANIFEST}
 HELD_BACK_BYTES = 1 << 16
-# A caller whose chunk waits for its turn on the slow link hears so after that long.
+# Seconds after which a caller gets 202 while its chunk waits for its turn on the slow link.
 IN_LINE_S = 2.0
 
 
@@ -143,7 +143,7 @@ class VersionRoutes:
         stored = partial(self._store.manifest_bytes, job, int(version), base=bool(base))
         raw: bytes | bytearray | None = await asyncio.to_thread(stored)
         if self._fetcher and (raw is None or _expired(raw)):
-            # One that expired may have been signed anew.
+            # An expired manifest may have been signed anew.
             raw = await self._fetcher.known_manifest(request.path.lstrip("/"), job) or raw
         if raw is None:
             of = f" of job {job[:80]!r}" if job else ""
@@ -185,7 +185,7 @@ class VersionRoutes:
         now_s = time.monotonic()
         try:
             asked = _read_asked(await request.read())
-            # An address is all that tells callers apart, and never empty: that is the publisher.
+            # Callers are told apart by address alone; the empty one is the publisher's own.
             peer = request.remote or "unknown"
             lease = self._leases.take(asked.reader, asked.version, asked.ttl_s, now_s, peer)
         except (*MALFORMED, ReadLeaseError) as error:
@@ -209,7 +209,7 @@ class VersionRoutes:
 
     async def _doubt(self, request: web.Request) -> web.Response:
         self._admit(request)
-        # A relay fetches the chunk again; a publisher, which cannot, drops the versions it is of.
+        # A relay fetches the chunk again; a publisher cannot, and drops the versions that need it.
         check = self._store.mend if self._fetcher else self._store.drop
         name = request.match_info["name"]
         if self._store.has(name):

@@ -1,6 +1,6 @@
-"""Credentials of the weight plane: a token of the cluster, certificates of both sides.
+"""Credentials of servers and clients of weights: the cluster's token, certificates of both sides.
 
-Addresses are announced by others, so the token goes with a request only where its owner meant it:
+Addresses are announced by others, so the token goes only to servers that its owner trusts:
 with certificates   to whoever proves by one that it belongs to the cluster, and only over TLS
 without             to origins that this machine's own configuration names
 """
@@ -133,7 +133,7 @@ class Credentials:
                 shown = files.refresh(context, shown)
             return await self._shown(request, handler)
 
-        # A wait in line holds its connection, and all neighbours may be waited for at once.
+        # A request that waits in line keeps its connection, and all neighbours may be asked.
         connector = aiohttp.TCPConnector(
             limit=MOST_CONNECTIONS, ssl=True if context is None else context
         )

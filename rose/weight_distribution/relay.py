@@ -58,7 +58,7 @@ class Relay:
         Raises ConfigError if other machines can reach the relay without certificates.
         """
         credentials.check_exposure(host)
-        # Whoever configures this relay names them; no announcement does.
+        # The relay's own configuration names these addresses; announcements do not.
         credentials = credentials.naming((*(each.origin for each in jobs), *members))
         self._session = credentials.session()
         store = ChunkStore(root)
@@ -130,7 +130,7 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
     try:
         await relay.start()
         if args.metrics_port is not None:
-            # Imported here: trainers, who import this package, have no Prometheus client.
+            # Imported here, since trainers import this package and have no Prometheus client.
             from rose.metrics_server import MetricsServer
             from rose.weight_distribution.relay_metrics import RelayMetrics
 

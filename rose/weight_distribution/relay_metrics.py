@@ -1,4 +1,4 @@
-"""RelayMetrics: what a relay holds, fetched and passed on, as `/metrics` shows it."""
+"""Prometheus metrics of a relay: versions, bytes fetched and served, replies, readers."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product

@@ -1,4 +1,4 @@
-"""Retention behind a publisher: makes bases, collects garbage, renews signatures.
+"""Retention task of a publisher: publishes bases, deletes unneeded files, renews signatures.
 
 It works beside the training, and never holds a version up.
 """
@@ -14,7 +14,7 @@ from weight_transfer import ChunkStore, TensorBits, VersionPublisher, WeightErro
 from weight_transfer.catalog import LONGEST_TTL_S, Catalog, ReadLeases
 from weight_transfer.errors import ReadLeaseError
 
-# Signatures live for a day and are renewed from half of that on.
+# Signatures live for a day, and are renewed after half of it.
 RENEW_EVERY_S = 3_600.0
 
 
@@ -81,7 +81,7 @@ class RetentionTask:
         Call it before the version is announced: a node that learns of it then has LONGEST_TTL_S to
         take a lease of its own.
         """
-        # Whoever hears of it has that long to take a lease of its own.
+        # A node that is told of the version has LONGEST_TTL_S to take a lease of its own.
         self._hold(f"announced {latest.version}", latest.parent)
         self._latest = latest
         if self._task is None or self._task.done():
@@ -119,8 +119,8 @@ class RetentionTask:
         `size`: bytes of all weights. Version 0 counts as a base of that size.
         """
         catalog = self._store.catalog()
-        # Version 0 is the model that every engine starts from: a base too. Any other version that
-        # a chain begins with has lost its base.
+        # Version 0 is the model that every engine starts from, so it counts as a base. If a chain
+        # begins with any other version, its base is missing.
         return Catalog({0: size, **catalog.bases}, catalog.deltas).base_due()
 
     async def _collect(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs of a trainer: the root of their versions, and the scheduler's view of the one that lives.
+"""Runs of a trainer: the lock on the root folder, and the claim on the job at the scheduler.
 
 A run lives where its versions are. `root/run` names it and is locked by the living trainer, so
 whoever gets the lock knows that the trainer before it is dead, and is the same run: it need not
@@ -35,7 +35,7 @@ from rose.rpc.leader_channel import LeaderChannel
 
 T = TypeVar("T")
 RETRY_S = 0.5
-# A dead run holds its job for that long after its last renewal.
+# Longest wait for a dead run, which holds its job for RUN_TTL_S after its last renewal.
 WAIT_S = RUN_TTL_S + 2 * RETRY_S
 RENEWALS = 4
 """Number of renewals within the time after which the scheduler takes a run for dead."""
@@ -83,7 +83,7 @@ class RunRoot:
         holder = (f"run {name} on {holder}" if name else holder)[:MAX_HOLDER_CHARS]
         fields = {"run": run, "holder": holder, "since_s": round(time.time())}
         try:
-            # The name stays where it is, whenever this process is killed.
+            # The run's id keeps its place in the file, whenever this process is killed.
             written = os.pwrite(file.descriptor, json.dumps(fields).encode(), 0)
             os.ftruncate(file.descriptor, written)
         except OSError as error:
@@ -216,7 +216,7 @@ class RunKeeper:
                     _log.error("%s", fenced)
                     self.lost(fenced)
                     return
-                # A scheduler that is away is waited for: who leads next believes that this lives.
+                # Retry while no scheduler answers: the next leader takes the run for alive.
                 why = reason_of(error)
                 if why != warned:
                     _log.warning("the run of job %s is not renewed: %s", self._job, why)

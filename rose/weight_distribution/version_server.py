@@ -17,7 +17,7 @@ from weight_transfer.fetch import ChunkFetcher
 from weight_transfer.fetch.nccl import GroupLead
 from weight_transfer.serve import Signer, VersionRoutes
 
-# Readers in the midst of a chunk may finish it.
+# Seconds in which replies that are being sent may end at shutdown.
 SHUTDOWN_S = 60.0
 
 

@@ -1,4 +1,4 @@
-"""Weight publisher: called by a trainer after each update of its policy.
+"""Weight publisher, which a trainer calls after each update of its policy.
 
 A version is durable first, then announced. A trainer that starts again goes on from its root, or
 begins a chain of its own:
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
-# A scheduler that restarts is waited for: training goes on meanwhile anywhere but here.
+# Longest wait for a scheduler that restarts.
 ANNOUNCE_TIMEOUT_S = 20.0
 
 
@@ -187,7 +187,7 @@ class WeightPublisher:
             max_guests=settings.max_guests,
             take_over=settings.take_over,
         )
-        # Retention has a publisher of its own: it works beside the training.
+        # Retention has a VersionPublisher of its own, since it runs beside the training.
         self._publisher, bases = (
             VersionPublisher(store, job, "rose-trainer", key, on_update=settings.on_update)
             for _ in range(2)
@@ -234,7 +234,7 @@ class WeightPublisher:
             raise
 
     async def _start(self) -> Begun:
-        # Before anybody hears of this trainer: nothing is to be served from another job's root.
+        # Check before the scheduler learns of this trainer: another job's root must not be served.
         await asyncio.to_thread(self._check_root)
         await self._server.start()
         self._retention.start()
@@ -279,8 +279,8 @@ class WeightPublisher:
             return Begun(used, why_anew=f"another run announced version {latest}")
         if newest < latest:
             return Begun(used, why_anew=f"the root ends at {newest}, the job is at {latest}")
-        # Later versions than the scheduler's latest were announced to nobody: one that is damaged
-        # is dropped for the one before it.
+        # Versions after the scheduler's latest were never announced: a damaged one is dropped for
+        # the one before it.
         numbers = {*self._store.versions(), *self._store.bases()}
         why = ""
         for version in sorted((n for n in numbers if n and n >= latest), reverse=True):
@@ -343,7 +343,7 @@ class WeightPublisher:
         """
         known = int(reply.latest_version)
         if resumed == known:
-            # The announced parent: its delta may be collected. An older scheduler does not say.
+            # Take the announced parent: the delta may be deleted. An older scheduler has none.
             has_parent = bool(reply.run_ttl_s)
             parent = int(reply.latest_parent) if has_parent else self._manifest(resumed).parent
             return [(resumed, parent)]

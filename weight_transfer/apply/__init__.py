@@ -1,1 +1,1 @@
-"""Weights inside an engine: a version is decoded, staged, written while it runs, and proved."""
+"""Application of a version inside an engine: it is decoded, staged, written and proved."""

@@ -1,4 +1,4 @@
-"""Weights of one rank of an engine, and the methods by which each rank is called, by name.
+"""Weights of one rank of an engine, and the worker methods by which updates reach each rank.
 
 init    map the base, one copy for all ranks of the node; compile the kernels, trace and prove the
         loader map
@@ -153,7 +153,7 @@ class ReplicaWeights:
 
         Call it after the engine's pause.
         """
-        # Should it fail, whoever settles next is told.
+        # If it fails, the next call of settle raises the error.
         threading.Thread(target=self.settle, name="rose-settle").start()
         release_unused(self.engine.device)
 
@@ -326,7 +326,7 @@ def map_engine(
     try:
         traced = engine.skeleton(torch.device("meta"))
     except NotImplementedError:
-        # Its constructor computes with tensors (slopes of ALiBi), which have no data there.
+        # The constructor computes with tensors (slopes of ALiBi), which have no data on meta.
         traced, layerwise = engine.skeleton(engine.device), False
     trace = trace_loader(traced, base)
 
@@ -389,7 +389,7 @@ def _content(descriptor: int, path: Path, max_bytes: int) -> bytes:
     if status.st_size > max_bytes:
         raise StoreError(f"{path} has {status.st_size} bytes, at most {max_bytes} are expected")
     with os.fdopen(os.dup(descriptor), "rb") as file:
-        # One more than expected: it may have grown since.
+        # Read one byte more than allowed, since the file may have grown.
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise StoreError(f"{path} grows while it is read; fetch it again")

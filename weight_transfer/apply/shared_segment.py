@@ -1,4 +1,4 @@
-"""Memory that one process fills and other processes of its owner read.
+"""Shared memory segment: one process fills it, other processes of the same user read it.
 
 make    a memfd: it has no name in any file system, so nothing is left of it when its last process
         ends, however that ends; sealed, so that no other process can write to it or change its size
@@ -88,7 +88,7 @@ class SharedSegment:
         try:
             os.fchmod(descriptor, 0o600)
             os.ftruncate(descriptor, nbytes)
-            # The one mapping that may write has to be there before the seals.
+            # Map the writable memory before the seals, which forbid later writable mappings.
             mapped = mmap.mmap(descriptor, nbytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
             status = os.fstat(descriptor)

@@ -92,6 +92,7 @@ class UpdatePlacement:
 
     @property
     def changes(self) -> tuple[ParameterChange, ...]:
+        """All changes of this rank's parameters, on all devices."""
         return tuple(each for changes, _ in self.groups for each in changes)
 
 

@@ -27,7 +27,7 @@ from weight_transfer.kernels.cpu import locate, sum_rectangle
 from weight_transfer.kernels.processor import Int64s
 
 _MAX_REPEATS = 4096
-# Elements stay what they are, and in the order of their positions.
+# Copies that keep elements and their order.
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 
@@ -381,7 +381,7 @@ def _run(
     try:
         _load(skeleton, base.values(), copies)
     except UntraceableError:
-        # One of them is computed with; the others can be told apart one by one.
+        # The loader computes with one of the tensors: load them one by one to find it.
         copies.clear()
     else:
         return copies, {}

@@ -42,9 +42,9 @@ from weight_transfer.fetch.limits import DownloadLimits
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 CORRUPT_PAUSE_S = 300.0
-# Slower than the origin by more is worth asking it.
+# A neighbour with a smaller share of the origin's rate is given up for the origin.
 SLOW_SHARE = 0.1
-# Less says nothing of a rate: buffers on the way take it at once.
+# Smaller replies give no rate: buffers on the way take them at once.
 LEAST_SAMPLE_BYTES = 1 << 18
 _MOST_SAMPLES = 16
 _MOST_SOURCES = 4_096
@@ -54,13 +54,14 @@ BLOCK_BYTES = 1 << 18
 ATTEMPTS_PER_SOURCE = 4
 RETRY_PAUSE_S = 0.1
 SILENCE_TIMEOUT_S = 10.0
-# A relay whose own source went silent needs a little longer than that to ask another.
+# A relay whose own source went silent needs longer than SILENCE_TIMEOUT_S to ask another.
 RELAY_SILENCE_TIMEOUT_S = 15.0
-# A source is judged by its rate once it has sent for that long.
+# Seconds of sending after which a source is judged by its rate.
 PATIENCE_S = 2.0
 # Most replies "in line" of a relay for one chunk; it sends one each IN_LINE_S (`serve`).
 MOST_TURNS_IN_LINE = 300
-# Asks for what is held already, or comes from the origin: nothing is to be fetched for this.
+# Header of a request for a chunk that is held already, or comes from the origin; the holder must
+# not fetch it for this request.
 HELD = "Rose-Held"
 ASK_ANOTHER = 409
 # Headers: path of a manifest that names the chunk, and the job of that manifest.
@@ -308,7 +309,7 @@ class Download:
             for source in self._scores.ordered(route.sources, time.monotonic()):
                 alone = self.here == 0
                 self._route = route
-                # From its place in line for the slow link on: others need not stand there too.
+                # Set before the wait for the slow link: neighbours that ask need not wait, too.
                 self._source = source if source == route.origin else ""
                 try:
                     async with gate_of(source):
@@ -381,7 +382,7 @@ class Download:
         return True
 
     async def _body(self, source: str, origin: str, response: aiohttp.ClientResponse) -> None:
-        # From the first byte on: what a relay waits for in line says nothing about its speed.
+        # Measure from the first byte on: a relay's wait in line says nothing about its speed.
         asked_s, began_s, first = time.monotonic(), 0.0, self.here
         block = bytearray()
         try:

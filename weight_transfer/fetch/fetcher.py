@@ -51,11 +51,12 @@ from weight_transfer.fetch.limits import DownloadLimits
 from weight_transfer.fetch.nccl import FixedGroup
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES
 
-# Over the slow link at once; held by nobody who waits for a neighbour, or two could wait for ever.
+# Chunks over the slow link at once. A download that waits for a neighbour does not count, or two
+# nodes could wait for each other for ever.
 PARALLEL_CHUNKS = 4
 # Versions whose chunks a neighbour may still ask for before they are here.
 KNOWN_VERSIONS = 32
-# The limit of a scheduler.
+# Followed jobs, as many as a scheduler accepts.
 MOST_JOBS = 256
 MOST_KNOWN_BYTES = 64 << 20
 # Time that an early request of a neighbour waits for a manifest that names its object.
@@ -117,7 +118,7 @@ class ChunkFetcher:
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._downloads: dict[str, Download] = {}
         self._kept: Counter[tuple[str, str]] = Counter()
-        # By job: where its versions come from. The job that was announced last is the last.
+        # (origin, key) by job. The job that was announced last is the last.
         self._following: OrderedDict[str, tuple[str, VerifyKey | None]] = OrderedDict()
         # By job and path: versions of two jobs have the same paths.
         self._manifests: OrderedDict[tuple[str, str], _Known] = OrderedDict()
@@ -183,7 +184,7 @@ class ChunkFetcher:
             self._forget()
 
     def _fresh(self, job: str, path: str) -> _Known | None:
-        # One that expired may have been signed anew.
+        # An expired manifest may have been signed anew.
         known = self._manifests.get((job, path))
         return known if known and time.time() < known.expires_s else None
 
@@ -210,7 +211,7 @@ class ChunkFetcher:
             task = asyncio.create_task(self._fetch(*where, on_reject))
             self._tasks[ref.id] = task
             task.add_done_callback(lambda _: self._tasks.pop(ref.id, None))
-        # One waiter that is cancelled takes nothing from the others.
+        # A waiter that is cancelled must not cancel the download of the others.
         received: int = await asyncio.shield(task)
         return received if mine else 0
 
@@ -461,7 +462,7 @@ async def _chunks(
     await receiving.work(partial(receiving.cache.make_room, manifest))
     size = 0
     if fetcher.group is not None:
-        # One that has all chunks comes too: the group can only go together.
+        # A member that has all chunks takes part too: the broadcasts need all members.
         shared = partial(fetcher.obtain, on_reject=on_reject)
         size = await fetcher.group.bring(manifest, receiving, shared, on_reject)
     missing = await receiving.work(partial(_missing, receiving.store, manifest, on_reject))

@@ -1,9 +1,9 @@
 """Limits and counts of a weight download, on a machine that also serves.
 
-`Traffic` counts what one server of weights sent, and what its fetcher brought, since start.
+`Traffic` counts bytes and replies that a weight server sent, and bytes that its fetcher received.
 `ChunkCache` bounds the disk: a chunk store with a cap. Chunks that no version needs now are
-evicted, the oldest first. `TokenBucket` bounds the link: so many bytes a second on the average, a
-bounded burst at once. `DownloadLimits` is all of it for one node: link, disk and CPU.
+evicted, the oldest first. `TokenBucket` bounds the link: bytes a second on the average, with a
+bounded burst. `DownloadLimits` has all limits of one node: link, disk and CPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TypeVar
 from weight_transfer import ChunkStore, Manifest, StoredFile
 from weight_transfer.errors import CacheFullError, StorageError
 
-# A peer that asked within so long counts as a reader.
+# A peer whose last request is at most this old counts as a reader.
 READER_S = 60.0
 MOST_PEERS = 4_096
 BURST_S = 0.1
@@ -86,11 +86,13 @@ class Traffic:
     _peers: OrderedDict[str, float] = field(default_factory=OrderedDict)
 
     def fetched(self, size: int, *, from_publisher: bool) -> None:
+        """Count received bytes of a chunk, by the kind of server that sent them."""
         self.fetched_bytes[ChunkSource.PUBLISHER if from_publisher else ChunkSource.NEIGHBOUR] += (
             size
         )
 
     def answered(self, asked: Asked, status: int, peer: str) -> None:
+        """Count a reply by object and HTTP status, and note the time of the peer's request."""
         self.answers[asked, answer_of(status)] += 1
         self._peers[peer] = self.clock_s()
         self._peers.move_to_end(peer)
@@ -160,7 +162,7 @@ class ChunkCache:
         missing = sum(size for name, size in absent.items() if not self.store.has(name))
         files = self.store.files()
         kept = absent, *tuple(self._holds.values())
-        # Only stored names: a union of all held names would keep the interpreter's lock.
+        # Intersect with stored names: a union of all held names would keep the interpreter's lock.
         needed = {file.name for file in files if any(file.name in names for names in kept)}
         room = self._cap_bytes - missing - manifest.size
         leaving = evictions(files, needed, room)

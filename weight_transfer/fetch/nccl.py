@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
 _MOST_BYTES = 1 << 32
 _NOT_HERE = (1 << 64) - 1
-# Longer than a chunk takes over the slow link, with its retries.
+# Limit of one NCCL call: longer than a chunk takes over the slow link, with its retries.
 CHUNK_S = 120.0
 # Chunks that a member obtains ahead of their broadcast.
 CHUNKS_AHEAD = 16
@@ -183,6 +183,7 @@ class NcclCommunicator:
 
     @staticmethod
     def new_id() -> tuple[int, ...]:
+        """Return a new id of a group. Raises FanoutError without CuPy and a GPU."""
         unique_id: tuple[int, ...] = _cupy().cuda.nccl.get_unique_id()
         return unique_id
 
@@ -259,7 +260,7 @@ class FixedGroup:
             except TimeoutError:
                 self._break("a member did not answer in time")
             except Exception as error:  # noqa: BLE001 - whatever NCCL or a driver says
-                # The others are somewhere in the middle: whatever came next would be misread.
+                # The others are in the middle of their calls, and would misread the next one.
                 self._break(f"{type(error).__name__}: {error}")
             except asyncio.CancelledError:
                 self._break("this member was stopped")

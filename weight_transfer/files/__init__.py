@@ -1,1 +1,1 @@
-"""Deltas as files: make one of two checkpoints, and apply it to one."""
+"""Delta files: compare two checkpoints into one, and apply one to a checkpoint."""

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: one safetensors file or a folder of them, as bits, nothing copied."""
+"""Checkpoints on disk: one safetensors file or a folder of them, mapped and read as bits."""
 
 from __future__ import annotations
 

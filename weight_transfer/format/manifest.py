@@ -45,7 +45,7 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Name = Annotated[str, Meta(max_length=1_024)]
 Word = Annotated[str, Meta(max_length=32)]
 Hex16 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
-# Such ids become file names.
+# These ids become file names.
 Hex64 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
 Url = Annotated[str, Meta(max_length=2_048)]
@@ -186,7 +186,7 @@ class Manifest:
         ]
         if timeless[0] != timeless[1]:
             return False
-        # One after the other: two tuples compare under the interpreter's lock.
+        # Compare one by one: two tuples compare under the interpreter's lock.
         return all(a == b for a, b in zip(self.tensors, other.tensors, strict=True))
 
     def to_bytes(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Tensors as bits: the only view in which ±0 and NaN payloads are weights too.
+"""Tensors as bits: arrays of unsigned integers, in which ±0 and NaN payloads stay distinct.
 
 `TensorBits` are in host memory, `DeviceTensor` is on an NVIDIA GPU: a trainer's, to be published,
 or an engine's, to be overwritten.
@@ -212,6 +212,7 @@ class DeviceBits:
 
     @property
     def place(self) -> str:
+        """Name of the torch device, such as `cuda:0`."""
         return str(self.flat.device)
 
     @property
@@ -232,7 +233,7 @@ def to_host(values: torch.Tensor) -> Bits:
 
     Wait for the device.
     """
-    # A copy of its own on machines without a device too: nobody shares what may be overwritten.
+    # On machines without a device, copy too, since the source may be overwritten.
     host: NDArray[Any] = values.cpu().numpy()
     bits: Bits = host.view(f"<u{host.itemsize}")
     return bits.copy() if values.device.type == "cpu" else bits

@@ -385,7 +385,7 @@ class DeviceExchange:
                 packed = self.slot[: piece.nbytes]
                 packed.copy_(host, non_blocking=True)
                 launch(piece, packed, self.counts, back=back)
-        # Its answer is the first that the host waits for, and all before it has ended then.
+        # The host waits here for the first time, and all launched work has ended then.
         counts: Int64s = self.counts.cpu().numpy()
         return counts.copy()
 

@@ -149,7 +149,7 @@ class VllmProber:
         count, device = int(positions.numel()), self._device
         starts = torch.tensor([0, count], dtype=torch.int32)
         length = torch.tensor([count], dtype=torch.int32)
-        # vLLM 0.25 does not have these.
+        # vLLM 0.25 does not have these fields.
         prefill = {"seq_lens_cpu_upper_bound": length, "is_prefilling": torch.tensor([True])}
         known = {field.name for field in fields(CommonAttentionMetadata)}
         metadata: dict[str, Any] = {}
@@ -196,7 +196,7 @@ class VllmProber:
                     bound[target].kv_cache if target else _scratch(caches[name], self._blocks[name])
                 )
                 bound[name].kv_cache = cache
-                # The engine notes things on its layers after they were made.
+                # The engine sets attributes on its layers after they were made.
                 for key in vars(live[name]).keys() - vars(bound[name]).keys():
                     setattr(bound[name], key, getattr(live[name], key))
             yield
