@@ -85,7 +85,7 @@ class VersionRoutes:
         lead: GroupLead | None = None,
         signer: Signer | None = None,
     ) -> None:
-        """`admit` raises a web.HTTPException for a request whose caller may not read."""
+        """Prepare routes; `admit` raises a web.HTTPException for a caller that may not read."""
         self._store = store
         self._admit = admit
         self._fetcher = fetcher
@@ -254,7 +254,10 @@ class ChunkForwarder:
         fetcher: ChunkFetcher,
         stored: Callable[[str], Awaitable[web.StreamResponse]],
     ) -> None:
-        """stored: returns the reply that sends the file of a stored chunk, by its name."""
+        """Prepare a forwarder.
+
+        `stored` returns the reply that sends a stored chunk's file, by name.
+        """
         self._store = store
         self._fetcher = fetcher
         self._stored = stored

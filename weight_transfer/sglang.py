@@ -93,7 +93,7 @@ class SglangProber:
     """
 
     def __init__(self, runner: Any, device: torch.device) -> None:  # noqa: ANN401 -- SGLang's
-        """Raises ProbeError if the KV cache does not consist of key and value tensors."""
+        """Find the KV cache. Raise ProbeError if it does not consist of key and value tensors."""
         pool = runner.token_to_kv_pool
         keys, values = getattr(pool, "k_buffer", None), getattr(pool, "v_buffer", None)
         if not isinstance(keys, list) or not isinstance(values, list):

@@ -175,10 +175,10 @@ class Ranks:
     alone."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 600.0) -> None:
-        """Without `group`, all ranks make one together over gloo, whatever backend the trainer
+        """Join `group`, or without one a new gloo group of all ranks, whatever backend the trainer
         uses.
 
-        `timeout_s`: longest wait for another rank.
+        Without torch.distributed this rank is alone. `timeout_s`: longest wait for another rank.
         """
         self._group = group
         if group is None and dist.is_initialized():
@@ -275,11 +275,11 @@ class ShardedPublisher:
         lifetime_s: float = DEFAULT_LIFETIME_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Collective call of all ranks.
+        """Agree with all ranks on pieces and digests of `version`; a collective call.
 
         `state`: state dict with checkpoint names, which holds `version`. `key`: signing key, needed
         on rank 0 alone. `origin`: address that serves this rank's store, "" where all ranks share
-        rank 0's folder. `dtype`: type in which weights are published, None: as they are. Raises
+        rank 0's folder. `dtype`: type in which weights are published, None: as they are. Raise
         ShardError on all ranks.
         """
         self._store = store

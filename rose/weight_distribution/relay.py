@@ -53,9 +53,9 @@ class Relay:
         credentials: Credentials = OPEN,
         caps: Caps | None = None,
     ) -> None:
-        """`jobs`: a request that names no job means the last of them.
+        """Prepare a relay of `jobs`; a request that names no job means the last of them.
 
-        Raises ConfigError if other machines can reach the relay without certificates.
+        Raise ConfigError if other machines can reach the relay without certificates.
         """
         credentials.check_exposure(host)
         # The relay's own configuration names these addresses; announcements do not.

@@ -38,7 +38,10 @@ class VersionServer(VersionRoutes):
         lead: GroupLead | None = None,
         signer: Signer | None = None,
     ) -> None:
-        """Raises ConfigError if other machines can reach the server without certificates."""
+        """Prepare a server.
+
+        Raise ConfigError if other machines can reach it without certificates.
+        """
         credentials.check_exposure(host)
         super().__init__(store, self._check_caller, fetcher, leases, lead, signer)
         self._host = host

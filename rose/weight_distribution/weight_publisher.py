@@ -158,9 +158,9 @@ class WeightPublisher:
         max_staleness: int = 1,
         settings: PublisherSettings = DEFAULTS,
     ) -> None:
-        """`scheduler`: HOST:PORT, several with commas.
+        """Prepare a publisher for the scheduler at `scheduler`, HOST:PORT, several with commas.
 
-        `max_staleness`: versions that a healthy replica may lag. Raises ConfigError if other
+        `max_staleness`: versions that a healthy replica may lag. Raise ConfigError if other
         machines can reach the server without certificates.
         """
         store = self._store = ChunkStore(root)

@@ -134,7 +134,7 @@ class _SegmentHead:
 
 @dataclass(frozen=True, slots=True)
 class _CopyLayout:
-    """Layout of the copy's segment: head, digests, moved flags, tensors by page."""
+    """Layout of the shared copy's segment: head, digests, moved flags, tensors by page."""
 
     names: tuple[str, ...]
     offsets: Mapping[str, int]
@@ -181,10 +181,10 @@ class NodeCopy:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Takes `checkpoint` as version 0, shared with all ranks that use the same `place`.
+        """Take `checkpoint` as version 0 and share it with all ranks that use the same `place`.
 
-        None: alone. The leader reads and digests all of it; a follower waits for that. Raises
-        StoreError.
+        `place` None: share it with no rank. The leader reads and digests all of it; a follower
+        waits for that. Raise StoreError.
         """
         self._files = _Files(checkpoint)
         self._layout = _CopyLayout.of(checkpoint)
@@ -364,7 +364,8 @@ class NodeCopy:
         return TensorBits(name, old.dtype, old.shape, bits)
 
     def _look(self) -> None:
-        """Read all digests anew, and map the tensors that the leader has moved into the segment."""
+        """Read the digests anew, and map tensors that the leader has moved into the shared
+        segment."""
         for name, at in self._at.items():
             self.digests[name] = int(self._table[0, at])
             if self._table[1, at]:
@@ -406,9 +407,10 @@ class _Arena:
     """
 
     def __init__(self, segment: SharedSegment, rooms: Sequence[tuple[int, int]]) -> None:
-        """`rooms`: (most weights that may change, bytes of a weight) for each tensor.
+        """Map the parts of a segment that has `rooms` for the tensors of an update.
 
-        Raises StoreError for a segment of another size.
+        `rooms`: (most weights that may change, bytes of a weight) for each tensor. Raise StoreError
+        for a segment of another size.
         """
         if segment.address.nbytes != self.nbytes(rooms):
             raise StoreError("the rank that decodes reads another update; stage it again")
@@ -422,7 +424,10 @@ class _Arena:
 
     @classmethod
     def nbytes(cls, rooms: Sequence[tuple[int, int]]) -> int:
-        """Return the size of a segment for these rooms; only written pages take memory."""
+        """Return the bytes of a segment with these rooms for tensors.
+
+        Only written pages take memory.
+        """
         return cls._places(rooms)[-1]
 
     def put(self, at: int, tensor: StagedTensor) -> StagedTensor:

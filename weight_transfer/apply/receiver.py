@@ -137,7 +137,7 @@ class Receiver:
     """
 
     def __init__(self, tensors: Mapping[str, TensorBits], version: int = 0) -> None:
-        """Receives on a private copy of `tensors`, which are those of `version`."""
+        """Make a private copy of `tensors`, which are those of `version`, to receive on."""
         self._copy: WeightCopy = PrivateCopy(tensors, version)
         self.job = ""
 

@@ -266,7 +266,10 @@ class LayeredModel:
     def __init__(
         self, engine: EngineModel, plan: LayerPlan, read: ReadTensor, keep: Iterable[str]
     ) -> None:
-        """`keep`: parameters and buffers whose values go to `kept` as they are loaded."""
+        """Build the model without memory.
+
+        `keep`: parameters and buffers whose values go to `kept`.
+        """
         import torch
 
         self._engine, self._plan, self._read = engine, plan, read

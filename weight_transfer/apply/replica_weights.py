@@ -113,10 +113,12 @@ class ReplicaWeights:
         weights_dir: Path | None = None,
         place: Path | None = None,
     ) -> None:
-        """`weights_dir`: folder from which updates may be read, None for anywhere.
+        """Read the checkpoint in `model_dir`, map it to the live model, and prove map and probe.
 
-        `place`: path at which this engine's ranks on this node elect the leader of a shared copy,
-        None for a private copy. Raises LoaderMapError, ProbeError, StoreError, TensorFormatError.
+        `verify_key`: key of the trainer, None accepts unsigned versions. `weights_dir`: folder from
+        which updates may be read, None for anywhere. `place`: path at which this engine's ranks on
+        this node elect the leader of a shared copy, None for a private copy. Raise LoaderMapError,
+        ProbeError, StoreError or TensorFormatError.
         """
         self._files = Enclosed(weights_dir)
         self.engine = engine

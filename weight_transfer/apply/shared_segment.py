@@ -150,7 +150,10 @@ class ProcessWatch:
     """Watch of the process that made a segment; it stays right if the process id is used again."""
 
     def __init__(self, address: Address) -> None:
-        """Raises StoreError when the process has ended."""
+        """Open a handle of the process that made the segment.
+
+        Raise StoreError when it has ended.
+        """
         try:
             self._descriptor = os.pidfd_open(address.pid)
         except OSError as error:
@@ -225,7 +228,10 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> Address:
-    """Return the address in a record. Raises StoreError for another file or another user's."""
+    """Return the segment address in a rank's record file.
+
+    Raises StoreError for any other file, or another user's.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:

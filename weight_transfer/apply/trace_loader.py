@@ -233,7 +233,10 @@ class TracedTensor(torch.Tensor):
     def __new__(
         cls: type[TracedTensor], source: str, tape: list[Copy], geometry: torch.Tensor
     ) -> TracedTensor:
-        """`geometry`: the view of the whole tensor that this one is, on the meta device."""
+        """Return a tensor without data that is a view of checkpoint tensor `source`.
+
+        `geometry`: the same view of an equally large tensor on the meta device.
+        """
         make: Any = torch.Tensor._make_wrapper_subclass
         traced: TracedTensor = make(
             cls,

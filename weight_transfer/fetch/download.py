@@ -238,9 +238,11 @@ class Download:
         manifest: str,
         job: str,
     ) -> None:
-        """`manifest`: path of a manifest that names the chunk, for relays that do not know it yet.
+        """Prepare a download of the chunk that `ref` describes.
 
-        job: job of that manifest.
+        `manifest`, `job`: path of a manifest that names the chunk and the job of it, for relays
+        that do not know the chunk yet. `on_reject`: called with the chunk's name when its bytes
+        arrive corrupt.
         """
         self.ref = ref
         self._named_by = {MANIFEST: manifest, JOB: quote(job, safe="")}

@@ -497,9 +497,9 @@ async def _obtained(
 def _missing(
     store: ChunkStore, manifest: Manifest, on_reject: Callable[[str], None]
 ) -> dict[str, ChunkRef]:
-    """Return, by name, chunks that are not stored.
+    """Return the chunks of a manifest that are not stored, by name.
 
-    Damaged ones are deleted and count as missing.
+    Damaged ones are deleted, reported to `on_reject`, and count as missing.
     """
     missing = {}
     for ref in manifest.chunks:

@@ -120,7 +120,7 @@ class PublisherClient:
     def __init__(
         self, session: aiohttp.ClientSession, name: str, verify_key: VerifyKey | None = None
     ) -> None:
-        """`verify_key`: public key of the job's trainer; None accepts unsigned catalogs."""
+        """Keep the key of the job's trainer, `verify_key`; None accepts unsigned catalogs."""
         self._session = session
         self._name = name
         self._verify_key = verify_key

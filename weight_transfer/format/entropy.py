@@ -44,10 +44,10 @@ class _Classes:
     counts: NDArray[np.int64]
 
     def ends(self) -> NDArray[np.uint8]:
-        """Return u8 (lowest, first, last, highest) class number.
+        """Return the numbers of the (lowest, first, last, highest) class, u8.
 
-        Classes from lowest to first are counted with first, and those from last to highest with
-        last.
+        Weights of classes from lowest to first are counted with first, and those from last to
+        highest with last.
         """
         first, last = int(self.numbers[0]), int(self.numbers[-1])
         return np.array([self.lowest, first, last, self.highest], np.uint8)

@@ -120,8 +120,11 @@ class ShardCoordinator:
         lifetime_s: float = DEFAULT_LIFETIME_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`origins`: address that serves each rank's store, "" for ranks that put chunks into
-        `store`."""
+        """Prepare a coordinator that signs with `key` and publishes to `store`.
+
+        `origins`: address that serves each rank's store, "" for ranks that put chunks into `store`
+        itself. Raise ShardError unless there is one for each rank, or none.
+        """
         if origins and len(origins) != ranks:
             raise ShardError(f"{len(origins)} origins for {ranks} ranks; give one for each or none")
         self._store = store
@@ -372,9 +375,9 @@ class ShardEncoder:
         version: int = 0,
         settings: ShardSettings | None = None,
     ) -> None:
-        """Copies this rank's pieces out of `weights`, which are those of `version`.
+        """Copy this rank's pieces out of `weights`, which are those of `version`.
 
-        Raises ShardError.
+        Raise ShardError.
         """
         self._store = store
         self._rank = rank

@@ -89,7 +89,10 @@ class VllmProber:
     """
 
     def __init__(self, runner: Any) -> None:  # noqa: ANN401 -- vLLM's model runner
-        """Raises ProbeError if the engine has no KV cache yet."""
+        """Prepare the prompt and its scratch cache.
+
+        Raise ProbeError if the engine has no KV cache.
+        """
         self._config = runner.vllm_config
         self._device = runner.device
         self._groups = [group for groups in runner.attn_groups for group in groups]
