@@ -106,7 +106,8 @@ class VersionRoutes:
         return self._meter.bytes_per_s(time.monotonic())
 
     def app(self) -> web.Application:
-        """Return a new aiohttp application with all routes."""
+        """Return a new aiohttp application that serves manifests, chunks, catalog, leases and
+        group."""
         app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=(self._counted,))
         app.router.add_get(r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest)
         app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk)

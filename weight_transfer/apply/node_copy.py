@@ -99,14 +99,14 @@ class _SegmentHead:
     version = property(lambda self: self._get(7), lambda self, value: self._set(7, value))
 
     def fail(self, error: BaseException) -> None:
-        """Store an error in the segment for the ranks that wait."""
+        """Write an error into the shared segment, and the failed state, for the ranks that wait."""
         text = f"{type(error).__name__}\n{error}".encode()[:_ERROR_BYTES]
         self.error[: len(text)] = np.frombuffer(text, np.uint8)
         self._set(10, len(text))
         self.state = _FAILED
 
     def raise_failure(self) -> None:
-        """Raise the error that the leader stored, if it did."""
+        """Raise the error that the leading rank wrote into the segment, if it did."""
         if self.state != _FAILED:
             return
         text = self.error[: min(self._get(10), _ERROR_BYTES)].tobytes().decode(errors="replace")
@@ -218,7 +218,7 @@ class NodeCopy:
 
     @property
     def leads(self) -> bool:
-        """True if this rank decodes for the others."""
+        """True if this rank leads: it decodes updates for all ranks of the engine on this node."""
         return self._watch is None
 
     def decode(self, plan: UpdatePlan, decode: DecodeTensor, attempt: str = "") -> StagedUpdate:

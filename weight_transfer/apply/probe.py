@@ -80,7 +80,7 @@ class Audit:
 
     @property
     def done(self) -> bool:
-        """True once every weight was summed."""
+        """True once the audit has summed every mapped weight of this rank."""
         return not self._left
 
     def step(self, elements: int) -> list[Part]:

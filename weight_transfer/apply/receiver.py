@@ -99,15 +99,15 @@ class WeightCopy(Protocol):
 
     @property
     def version(self) -> int:
-        """Version that the copy is at."""
+        """Version of the weights that the checkpoint copy holds."""
 
     @property
     def tensors(self) -> Mapping[str, TensorBits]:
-        """Weights by tensor name, read-only."""
+        """Tensors of the checkpoint copy by name, read-only."""
 
     @property
     def digests(self) -> Mapping[str, int]:
-        """Digest of each tensor by name."""
+        """64-bit digest of each tensor of the checkpoint copy, by name."""
 
     def write(self, staged: Iterable[StagedTensor], version: int) -> None:
         """Write a staged update's new values, and move to `version`; doing it again is harmless."""

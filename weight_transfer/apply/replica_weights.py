@@ -194,12 +194,15 @@ class ReplicaWeights:
 
     @property
     def attempt(self) -> str | None:
-        """Name of the running attempt, None when there is none."""
+        """Name of the attempt whose update is being decoded or loaded, None when there is none."""
         return self._staging.attempt if self._staging else None
 
     @property
     def staging(self) -> Staging:
-        """Update on its way. Raises WrongBaseError when there is none."""
+        """Update that is being decoded or loaded, or is ready to commit.
+
+        Raises WrongBaseError when there is none.
+        """
         if self._staging is None:
             raise WrongBaseError("no update is on its way; decode one first")
         return self._staging

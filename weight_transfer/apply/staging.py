@@ -72,7 +72,7 @@ class OpaqueCopy:
         return tuple(wrong)
 
     def write_back(self) -> None:
-        """Write back the values that were there before `write`."""
+        """Write back the values that the loose parameters had before `write`."""
         import torch
 
         with torch.inference_mode():
@@ -112,11 +112,11 @@ def place(
 
 
 def write(placement: UpdatePlacement) -> tuple[str, ...]:
-    """Write the new values.
+    """Write an update's new values into the live parameters.
 
-    Return names of parameters that did not hold the old, or not read as the new. If there are none
-    and the digests were right before, they are right now, since those of the staged update were
-    checked against its manifest.
+    Return the names of those that are odd. A parameter is odd if it did not hold the old values, or
+    does not read as the new ones. If none is and the digests were right before, they are right now,
+    since those of the staged update were checked against its manifest.
     """
     unproven = []
     for changes, exchange in placement.groups:
@@ -126,7 +126,7 @@ def write(placement: UpdatePlacement) -> tuple[str, ...]:
 
 
 def write_back(placement: UpdatePlacement) -> None:
-    """Write the old values; running it again is harmless."""
+    """Write an update's old values into the live parameters; running it again is harmless."""
     for _, exchange in placement.groups:
         exchange.run(back=True)
 

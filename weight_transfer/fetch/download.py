@@ -406,7 +406,7 @@ class Download:
         self._scores.served(source, self.here - first, now_s - asked_s, now_s)
 
     def _judge(self, source: str, origin: str, size: int, began_s: float) -> None:
-        """Raise SourceError if the source is much slower than the origin."""
+        """Raise SourceError if a neighbour has long sent at much less than the origin's rate."""
         seconds = time.monotonic() - began_s
         if seconds < PATIENCE_S or self._receiving.seconds_for(size) > 0.5 * seconds:
             return

@@ -69,7 +69,7 @@ class Barrier(Protocol):
 
 
 class LocalBarrier:
-    """Barrier in the process of the group's leader."""
+    """Barrier of a group in its leader's process; ranks that wait longer than `wait_s` fail."""
 
     def __init__(self, size: int, wait_s: float = WAIT_S) -> None:
         self._size = size
@@ -268,7 +268,7 @@ class FixedGroup:
             return sum(received)
 
     def close(self) -> None:
-        """Leave the group, which is broken then; the other members use HTTP."""
+        """Leave the group for good; it passes on no more chunks, and the members use HTTP."""
         if not self.broken:
             self._break("it was closed")
         self._thread.shutdown(wait=False)

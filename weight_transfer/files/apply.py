@@ -91,7 +91,10 @@ class _Chain:
         return self._deltas[-1].unpacked(file.head, _MAX_HEAD_BYTES)
 
     def write(self, tensor: TensorBits) -> None:
-        """Fill a tensor of the result, whose bits are zeros in the output file."""
+        """Fill a tensor of the result by all deltas.
+
+        Its bits are zeros in the mapped output file.
+        """
         last = self._updates[-1].get(tensor.name)
         if last is None or (last.dtype, last.shape) != (tensor.dtype, tensor.shape):
             raise DeltaFormatError(f"{self._deltas[-1].path}: says two things of {tensor.name}")

@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 def nothing_told(_: int) -> None:
-    """Ignore progress."""
+    """Ignore the number of bytes that are done: a progress callback that shows nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def diff(
 
 
 class _Writer:
-    """Writer of one delta file."""
+    """Writer of one delta file from two checkpoints, compared tensor by tensor."""
 
     def __init__(
         self,

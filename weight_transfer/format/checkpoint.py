@@ -126,7 +126,7 @@ class Checkpoint:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors, sorted."""
+        """Names of all tensors of the checkpoint, sorted."""
         return tuple(sorted(self._places))
 
     @property
@@ -134,7 +134,8 @@ class Checkpoint:
         return sum(entry.end - entry.begin for _, entry in self._places.values())
 
     def entry(self, name: str) -> CheckpointEntry | None:
-        """Return the entry of a tensor, None if there is none of that name."""
+        """Return dtype, shape and byte range of a tensor, None if the checkpoint has none of
+        that name."""
         place = self._places.get(name)
         return place[1] if place else None
 

@@ -181,7 +181,7 @@ class Encoded:
 
 
 def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
-    """Encode a range of which many weights changed as a bitmap or dense, whichever is shorter.
+    """Return a range with many changes encoded as a bitmap or dense, whichever is shorter.
 
     `first`: index of the range's first weight in its tensor.
     """
@@ -201,7 +201,7 @@ def _crowded(old: Flat, new: Flat, first: int) -> Encoded:
 
 
 def _mapped(old: Flat, new: Flat, first: int) -> Encoded:
-    """Encode a range as a bitmap of the changed weights and their deltas."""
+    """Return a range encoded as a bitmap of the changed weights and their deltas."""
     processor = processor_of(old, new)
     bitmap = np.empty((old.size + 7) // 8, np.uint8)
     # Only what is written to takes memory.
@@ -228,7 +228,7 @@ def _mapped(old: Flat, new: Flat, first: int) -> Encoded:
 
 
 def _anew(old: Flat, new: Flat, first: int) -> Encoded:
-    """Encode a range as all its new weights (dense)."""
+    """Return a range encoded as all its new weights (dense)."""
     processor = processor_of(old, new)
     changed, growth = 0, 0
     for at in range(0, old.size, _STRETCH):

@@ -269,7 +269,10 @@ class VerifiedManifest:
 
     @classmethod
     def check(cls, manifest: Manifest, verify_key: VerifyKey | None) -> VerifiedManifest:
-        """Return a parsed manifest as verified. Raises SignatureError."""
+        """Verify the signature of a parsed manifest, and return it as verified.
+
+        Without a key the signature is not checked. Raises SignatureError.
+        """
         if verify_key is not None:
             manifest.verify(verify_key)
         return cls(manifest)

@@ -94,7 +94,7 @@ class Layout:
 
     @property
     def rows(self) -> int:
-        """Length of the first dimension; 1 for a scalar."""
+        """Number of rows of the tensor: length of its first dimension, 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property

@@ -94,7 +94,7 @@ def sum_pending(old: Bits, indices: NDArray[np.int64], values: Bits) -> np.uint6
 
 @compiled
 def scatter(target: Bits, indices: NDArray[np.int64], values: Bits) -> None:
-    """Write `values` to `target` at `indices`."""
+    """Overwrite `target` at `indices` with `values`, in place."""
     for k in range(indices.size):
         prefetch(target, indices[min(k + AHEAD, indices.size - 1)])
         target[indices[k]] = values[k]

@@ -33,7 +33,7 @@ class Difference(Protocol):
 
     @property
     def count(self) -> int:
-        """Number of changed weights."""
+        """Number of weights that differ between the two compared ranges."""
 
     @property
     def growth(self) -> int:

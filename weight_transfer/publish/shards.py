@@ -99,7 +99,7 @@ class ShardReport(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_json(cls, raw: bytes) -> ShardReport:
-        """Return the report in untrusted bytes. Raises ShardError."""
+        """Return the rank's report in untrusted JSON. Raises ShardError."""
         try:
             return msgspec.json.decode(raw, type=cls)
         except MALFORMED as error:
