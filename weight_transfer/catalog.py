@@ -134,9 +134,9 @@ class Catalog:
     def base_due(self) -> bool:
         """Return True if a new base of the newest version should be published for joining readers.
 
-        So it is when no base leads to the newest version, when more than MOST_DELTAS deltas follow
-        the base, or when these deltas have more than MOST_SHARE of the base's bytes. False for an
-        empty catalog.
+        A base is due when none leads to the newest version, when more than MOST_DELTAS deltas
+        follow the base, or when these deltas have more than MOST_SHARE of the base's bytes. False
+        for an empty catalog.
         """
         newest = self.newest
         if newest is None or newest != self._greatest:
@@ -215,9 +215,9 @@ class ReadLeases:
     ) -> ReaderPin:
         """Take or renew the lease of a peer's reader and return it; it lasts LONGEST_TTL_S at most.
 
-        At a peer's limit its oldest lease is dropped, at the limit of all peers one of the peer
-        with the most. Raises ReadLeaseError for an empty or long name, a negative version, or a bad
-        `ttl_s`.
+        At a peer's limit of readers, its lease that was renewed longest ago is dropped; at the
+        limit of all peers, that of the peer with the most leases. Raises ReadLeaseError for an
+        empty or long name, a negative version, or a `ttl_s` that is not above 0.
         """
         named = 0 < len(reader) <= MOST_READER_CHARS
         if not named or version < 0 or not isfinite(ttl_s) or ttl_s <= 0:

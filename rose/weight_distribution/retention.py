@@ -55,8 +55,10 @@ class RetentionTask:
         self._renewing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start to sign the newest version again before its signature expires, every hour until
-        `close`."""
+        """Start to check once an hour, until `close`, if the newest version must be signed again.
+
+        It is signed again once half of its lifetime is over.
+        """
         self._renewing = asyncio.create_task(self._renew())
 
     async def renew(self) -> None:

@@ -186,7 +186,8 @@ class RunKeeper:
         """Stop renewing, and tell the scheduler that the run is over, so that the next need not
         wait.
 
-        A scheduler that cannot be reached is ignored.
+        A scheduler that cannot be reached is ignored. Nothing is sent for a run that was lost or
+        never renewed.
         """
         if self._task is None:
             return

@@ -103,13 +103,14 @@ class PublisherSettings:
 
     host: address of this machine that all nodes reach. credentials: token and certificates that
     nodes must show. certificates: the trainer's own, used for the scheduler, and for nodes where
-    `credentials` names none. insecure: True allows nodes without certificates. on_update: treatment
-    of turns in flight when a replica takes a version. level: `fast`, `compact` (fewer bytes, more
-    work), or `auto`, by the rate at which readers take chunks. model: name of version 0 on nodes;
-    empty: the model that replicas start with. weight: share of guests beside other jobs.
-    max_guests: most guests that the job may lease at once, 0 for no limit. run: label of the run in
-    messages. take_over: fence a trainer that has the job, instead of being refused. checkpoint:
-    folder of version 0, from which a run is restored until its root has a base.
+    `credentials` names none. insecure: True allows a server that other machines reach without
+    certificates. on_update: treatment of turns in flight when a replica takes a version. level:
+    `fast`, `compact` (fewer bytes, more work), or `auto`, by the rate at which readers take chunks.
+    model: name of version 0 on nodes; empty: the model that replicas start with. weight: share of
+    guests beside other jobs. max_guests: most guests that the job may lease at once, 0 for no
+    limit. run: label of the run in messages. take_over: fence a trainer that has the job, instead
+    of being refused. checkpoint: folder of version 0, from which a run is restored until its root
+    has a base.
     """
 
     host: str = "127.0.0.1"

@@ -304,7 +304,7 @@ def in_order(
 ) -> Iterator[Result]:
     """Yield work(item) of each item, in order; `threads` + 1 items at most are in work at once.
 
-    So only few chunks are in memory.
+    The bound keeps few chunks in memory.
     """
     pending: deque[Future[Result]] = deque()
     for item in items:

@@ -107,11 +107,11 @@ def piece(
     offset: int = 0,
     stride: int | None = None,
 ) -> Pieces:
-    """Return the piece of a checkpoint tensor at rows x columns (None: all columns), () if it is
-    empty.
+    """Return the piece of a checkpoint tensor at rows x columns (None: all columns), () if empty.
 
     `offset`, `stride`: place in the flat parameter; `stride` None: rows follow each other. Raises
-    ShardError for rows outside of the tensor, TensorFormatError for such columns.
+    ShardError for a tensor without weights or rows outside of it, TensorFormatError for such
+    columns.
     """
     row_elements = prod(shape[1:])
     if not prod(shape):
@@ -140,7 +140,7 @@ def share(size: int, rank: int, ranks: int) -> Range:
 def row_shard(tensor: str, shape: tuple[int, ...], parameter: str, rank: int, ranks: int) -> Pieces:
     """Return a rank's piece of a tensor that is sharded by rows, in the order of ranks.
 
-    So FSDP, DTensor's Shard(0) and column-parallel layers shard.
+    FSDP, DTensor's Shard(0) and column-parallel layers shard like that.
     """
     return piece(tensor, shape, parameter, share(rows_of(shape), rank, ranks))
 
@@ -150,7 +150,7 @@ def column_shard(
 ) -> Pieces:
     """Return a rank's piece of a tensor that is sharded by its second dimension, in rank order.
 
-    So DTensor's Shard(1) and row-parallel layers shard. Raises ShardError for fewer than two
+    DTensor's Shard(1) and row-parallel layers shard like that. Raises ShardError for fewer than two
     dimensions.
     """
     if len(shape) < 2:
@@ -164,7 +164,7 @@ def stacked(parts: Iterable[Pieces], elements: int) -> Pieces:
     """Return the pieces of equal parts that lie one after another in a parameter.
 
     Each part has `elements` weights, and its pieces are given as if it were a parameter of its own.
-    So the pieces of a stack of experts [experts_local, out, in] are made of its experts' pieces.
+    Example: a stack of experts [experts_local, out, in], made of its experts' pieces.
     """
     return tuple(
         replace(found, offset=found.offset + at * elements)
