@@ -29,7 +29,7 @@ BY = "namespace,model_name"
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose advise`."""
+    """Return the command-line parser of `rose advise`."""
     made = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.set_defaults(run=_run)
     add = made.add_argument
@@ -99,7 +99,9 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def view(advice: LendingAdvice) -> View:
-    """Return the advice as tables: figures, users' latencies, and how sure both are."""
+    """Return the advice as three tables: figures, users' latencies with and without lending, and
+    how sure both are.
+    """
     figures = [_row(each) for each in advice.deployments]
     if len(figures) > 1:
         money = "" if advice.money_a_day is None else f"{advice.money_a_day:,.0f}"

@@ -15,7 +15,7 @@ SHELLS: Final = ("bash", "zsh", "fish")
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose completion`."""
+    """Return the command-line parser of `rose completion`."""
     made = Parser(prog)
     made.add_argument("shell", choices=SHELLS)
     made.set_defaults(run=_complete)
@@ -30,7 +30,10 @@ def _complete(args: argparse.Namespace) -> int:
 
 
 def script(whole: argparse.ArgumentParser, shell: str) -> str:
-    """Return the script by which a shell completes all commands of a parser."""
+    """Return the text of the script by which a shell completes all commands of a parser.
+
+    shell: bash, zsh or fish.
+    """
     # Imported here: only this command needs it.
     import shtab
 

@@ -11,12 +11,12 @@ from rose.errors import RoseError, UnavailableError
 
 
 class ExitCode(IntEnum):
-    """Exit code of a command; `meaning` explains it to a person."""
+    """Exit code of a command. meaning: its explanation for people."""
 
     meaning: str
 
     def __new__(cls, code: int, meaning: str) -> Self:
-        """code: of the process."""
+        """Create a member. code: exit code of the process."""
         member = int.__new__(cls, code)
         member._value_ = code
         member.meaning = meaning
@@ -48,5 +48,7 @@ class ExitCode(IntEnum):
 
 
 def code_of(error: RoseError) -> ExitCode:
-    """Return the exit code of a command that ends with this error."""
+    """Return the exit code of a command that ends with this error: NOBODY_ANSWERS for
+    UnavailableError, else BAD_INPUT.
+    """
     return ExitCode.NOBODY_ANSWERS if isinstance(error, UnavailableError) else ExitCode.BAD_INPUT

@@ -80,11 +80,14 @@ COMMANDS: Final = {
     "explain": ("rose.cli.cluster.explain", "say where turns were placed lately, and why"),
     "completion": ("rose.cli.completion", "print a script that completes `rose`"),
 }
-"""Module and help of each command; the module has `parser`, and a process's own `main` besides."""
+"""Module and help text of each command.
+
+The module has `parser`; the module of a process has its own `main` too.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return the exit code."""
+    """Run the `rose` command of these words; print errors as one line and return the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -149,7 +152,7 @@ def _keep_traceback(error: Exception) -> Path:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of `rose`, with the names of all commands and the options of none."""
+    """Return the parser of `rose` that knows the names of all commands, without their options."""
     codes = "; ".join(f"{code.value} {code.name.lower().replace('_', ' ')}" for code in ExitCode)
     parser: argparse.ArgumentParser = Parser(
         prog="rose",
@@ -164,13 +167,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """Return the parser of one command. Raises ModuleNotFoundError if an extra is missing."""
+    """Return the parser of one command.
+
+    Raises ModuleNotFoundError if the extra that it needs is not installed.
+    """
     parser: argparse.ArgumentParser = _module(name).parser(f"rose {name}")
     return parser
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Return the parser of `rose` with the options of all commands that are installed."""
+    """Return the parser of `rose` with the options of all commands whose extras are installed."""
     parser = make_parser()
     commands = commands_of(parser)
     for name in COMMANDS:
@@ -182,7 +188,9 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the commands of a parser by their names; a change of it changes the parser."""
+    """Return the parsers of a parser's commands by name; changes of this dictionary change the
+    parser.
+    """
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices
@@ -192,7 +200,9 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 def every_command(
     parser: argparse.ArgumentParser, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """Yield each command by its words, `policy get`, with its parser, in the order of the help."""
+    """Yield the words of each command and nested command, such as `policy get`, with its parser, in
+    the order of the help.
+    """
     for name, child in commands_of(parser).items():
         words = (*path, name)
         yield " ".join(words), child

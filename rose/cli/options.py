@@ -10,7 +10,7 @@ DEFAULT_SCHEDULER: Final = "127.0.0.1:7400"
 
 
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--scheduler` and the options of its connection."""
+    """Add `--scheduler` and the certificate options to a parser."""
     parser.add_argument(
         "--scheduler",
         default=DEFAULT_SCHEDULER,
@@ -27,5 +27,5 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 
 
 def client_of(args: argparse.Namespace) -> PolicyClient:
-    """Return the client of parsed options."""
+    """Return a client of the scheduler that parsed options name."""
     return PolicyClient(args.scheduler, certificates=taken_certificates(vars(args)))

@@ -28,12 +28,14 @@ NEAR_FULL = 0.8
 
 
 def toned(word: str) -> TonedText:
-    """Return a state's word in its colour."""
+    """Return a state's word, or `-`, in the state's colour."""
     return TonedText(word or "-", _TONES.get(word, Tone.PLAIN))
 
 
 def summary(fleet: Fleet) -> str:
-    """`harvest ACTIVE, job grpo at version 3 (staleness <= 1), 2 replicas, 1 leased`."""
+    """Return the fleet in one line: `harvest ACTIVE, job grpo at version 3 (staleness <= 1), 2
+    replicas, 1 leased`.
+    """
     own = ", ".join(f"{name} {_loud(mode)}" for name, mode in sorted(fleet.overrides.items()))
     jobs = ", ".join(
         f"job {job.name} at version {job.version} (staleness <= {job.max_staleness}{_demand(job)})"
@@ -62,7 +64,9 @@ def _demand(job: Job) -> str:
 
 
 def headlines(fleet: Fleet) -> tuple[Said, ...]:
-    """Return the summary, then a line for each thing that an operator should look at."""
+    """Return the summary line, then a line for each thing that an operator should look at:
+    troubles, silent nodes, other releases.
+    """
     lines: list[Said] = [TonedText(summary(fleet), Tone.HEAD)]
     lines += [TonedText(f"scheduler: {trouble}", Tone.BAD) for trouble in fleet.troubles]
     for state, tone, what in (
@@ -99,7 +103,9 @@ NODE_COLUMNS = (
 
 
 def nodes_table(fleet: Fleet, nodes: Sequence[Node]) -> Table:
-    """Return a row for each node: its host's latency against its target, and its lent capacity."""
+    """Return a table with a row for each host of each node: latencies against their targets, load,
+    and lent capacity.
+    """
     replicas = fleet.by_node()
     return Table(
         NODE_COLUMNS,
@@ -145,21 +151,27 @@ def _mode(fleet: Fleet, capacity: Capacity | None) -> Said:
 
 
 def lends(capacity: Capacity | None) -> str:
-    """Return `38.0 GiB, 61%`: the capacity that it lends now, or would; `-` if unknown."""
+    """Return the capacity that a node lends now, or would lend, as `38.0 GiB, 61%`; `-` if
+    unknown.
+    """
     if capacity is None or (capacity.lend_bytes is None and capacity.lend_compute is None):
         return "-"
     return f"{bytes_of(capacity.lend_bytes)}, {share_of(capacity.lend_compute)}"
 
 
 def ttft(host: Host | None) -> Said:
-    """Return `120 / 2000 ms`, in a colour that says how near to its target it is."""
+    """Return a host's p95 TTFT and target as `120 / 2000 ms`, coloured by its distance from the
+    target; `-` without a host.
+    """
     if host is None:
         return "-"
     return _latency(host, host.ttft_p95_s, host.ttft_target_s, 0)
 
 
 def tpot(host: Host | None) -> Said:
-    """Return `31.0 / 150 ms`, coloured like `ttft`."""
+    """Return a host's p95 TPOT and target as `31.0 / 150 ms`, coloured by its distance from the
+    target; `-` without a host.
+    """
     if host is None:
         return "-"
     return _latency(host, host.tpot_p95_s, host.tpot_target_s, 1)
@@ -176,12 +188,14 @@ def _latency(host: Host, at_s: float, target_s: float, digits: int) -> Said:
 
 
 def host_name(node: Node, host: Host | None) -> str:
-    """Return `serving-0`, or `serving-0/chat` for one of several hosts."""
+    """Return the node's name, `serving-0`, or `serving-0/chat` for a host that has a name of its
+    own.
+    """
     return f"{node.name}/{host.name}" if host and host.name else node.name
 
 
 def kv(host: Host | None) -> Said:
-    """Return the share of the host's KV cache that is in use."""
+    """Return the share of the host's KV cache that is in use, as `61%`; `-` if unknown."""
     share = host.kv_share if host else None
     if share is None:
         return "-"
@@ -197,7 +211,9 @@ REPLICA_COLUMNS = (
 
 
 def replicas_table(replicas: Sequence[Replica], title: str = "replicas") -> Table:
-    """Return a row for each replica: its job, its state, and the reason."""
+    """Return a table with a row for each replica: its job, lease, engine and load, and the reason
+    for its state.
+    """
     return Table(
         REPLICA_COLUMNS,
         tuple(map(_replica_row, replicas)),
@@ -230,7 +246,9 @@ def _replica_row(replica: Replica) -> tuple[Said, ...]:
 
 
 def engine_state(replica: Replica) -> Said:
-    """Return the state of its engine, and how often it was restarted."""
+    """Return the state of a replica's engine, with its number of restarts if it has any; `-`
+    without an engine.
+    """
     if replica.engine is None:
         return "-"
     cell = toned(replica.engine.state)
@@ -239,6 +257,8 @@ def engine_state(replica: Replica) -> Said:
 
 
 def version(replica: Replica) -> str:
-    """Return `3`, or `3 of other` if the weights are not its lease's."""
+    """Return the version of weights that a replica holds: `3`, or `3 of JOB` if they are not its
+    lease's job's.
+    """
     of = f" of {replica.held_job}" if replica.held_job else ""
     return f"{replica.version}{of}"

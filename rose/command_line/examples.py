@@ -108,16 +108,18 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "demo verify": ("rose demo verify out/demo",),
     }
 )
-"""Examples by the words of a command, without `rose`."""
+"""Example command lines by the words of a command, without `rose`."""
 
 SERVES: Final = frozenset(
     {"scheduler", "gateway", "node", "front", "publish", "profile", "relay", "weights", "demo"}
 )
-"""Commands that serve until they are stopped, or need engines and checkpoints."""
+"""Commands that serve until they are stopped, or need engines or checkpoints."""
 
 
 def examples_of(program: str) -> str:
-    """Return the examples for a command's help; empty if it has none."""
+    """Return the examples of a program such as `rose policy get`, as the end of its help; "" if it
+    has none.
+    """
     words = program.removeprefix("rose").strip()
     found = EXAMPLES.get(words, ())
     if not found:

@@ -41,7 +41,7 @@ class Format(StrEnum):
 
 
 class Tone(StrEnum):
-    """Colour of a cell; its meaning is always in its text too."""
+    """Colour of a text on a terminal; the text alone says the same."""
 
     PLAIN = ""
     GOOD = "green"
@@ -53,7 +53,7 @@ class Tone(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TonedText:
-    """A text with a tone."""
+    """Text with a colour."""
 
     text: str
     tone: Tone = Tone.PLAIN
@@ -67,7 +67,7 @@ Said = TonedText | str
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under names of columns; right: columns of figures. A table without rows is left out.
+    """Table of texts, omitted if it has no rows. right: names of right-aligned columns.
 
     spare: columns that a narrow terminal leaves out, the first one first.
     """
@@ -81,7 +81,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Result of a command: data for scripts, lines and tables for people."""
+    """Result of a command: data for JSON and YAML, lines and tables for people."""
 
     data: object
     lines: tuple[Said, ...] = ()
@@ -89,7 +89,7 @@ class View:
 
 
 def add_output_options(parser: argparse.ArgumentParser, *, watch: bool = False) -> None:
-    """Add `-o`, and `--watch` for commands that can be repeated."""
+    """Add `-o`, and for commands that can be repeated `--watch`, to a parser."""
     parser.add_argument(
         "-o",
         "--output",
@@ -120,9 +120,11 @@ def show(
     read: Callable[[], View],
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Print the view that `read` returns, in the chosen format; with --watch until Ctrl-C.
+    """Print the view that `read` returns, in the chosen format; with --watch repeatedly until
+    Ctrl-C.
 
-    An error of the first read is raised; that of a later one is shown, and the read is repeated.
+    An error of the first read is raised; UnavailableError of a later one is shown, and the read is
+    repeated.
     """
     form = Format(args.output)
     every_s: float | None = getattr(args, "watch", None)
@@ -135,18 +137,18 @@ def show(
 
 
 def write(view: View, form: Format = Format.TABLE) -> None:
-    """Print one view to standard output."""
+    """Print one view to standard output in a format."""
     sys.stdout.write(_text(view, form))
     sys.stdout.flush()
 
 
 def say(*lines: str) -> None:
-    """Print lines of a command without a view."""
+    """Print lines to standard output."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
 def note(line: str) -> None:
-    """Print a line to standard error, where it disturbs no script."""
+    """Print a line to standard error, where it is no part of the output that scripts read."""
     sys.stderr.write(f"rose: {line}\n")
 
 
@@ -162,7 +164,9 @@ def _text(view: View, form: Format) -> str:
 
 
 def text_of(drawn: RenderableType) -> str:
-    """Return the text as printed: cut and coloured on a terminal, whole and plain in a pipe."""
+    """Return a drawing as the text that would be printed: cut and coloured on a terminal, whole and
+    plain in a pipe.
+    """
     console = console_of()
     with console.capture() as taken:
         console.print(drawn)
@@ -170,13 +174,15 @@ def text_of(drawn: RenderableType) -> str:
 
 
 def console_of() -> Console:
-    """Return a console as wide as the terminal, or as any table in a pipe."""
+    """Return a console on standard output that is as wide as the terminal, or in a pipe wider than
+    any table.
+    """
     console = Console(highlight=False)
     return console if console.is_terminal else Console(width=PIPE_WIDTH, highlight=False)
 
 
 def rendered(view: View) -> Group:
-    """Return lines, then tables, for a console."""
+    """Return the drawing of a view for a console: its lines, then its tables that have rows."""
     parts: list[RenderableType] = [_styled(line) for line in view.lines]
     for table in view.tables:
         if table.rows:
@@ -192,7 +198,7 @@ def _styled(said: Said) -> Text:
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """A table on a console: its widest columns are cut until it fits."""
+    """Drawing of a table on a console, whose widest columns are cut until it fits."""
 
     table: Table
 
@@ -222,7 +228,7 @@ class _Drawn:
 
 
 def fitted(table: Table, room: int) -> tuple[list[int], list[int]]:
-    """Return the widths of the columns that are kept, and their indices.
+    """Return the widths of the columns that are kept within `room` characters, and their indices.
 
     The widest are cut to one width; if that is too little to read, spare columns are left out.
     """
@@ -249,9 +255,11 @@ def live(
     every_s: float,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Keep a terminal's screen at the newest drawing, of `lines` lines at most, until Ctrl-C.
+    """Redraw a terminal's screen every `every_s` seconds until Ctrl-C. draw: called with the
+    screen's height in lines.
 
-    The last one stays on the terminal when it ends.
+    After UnavailableError the last drawing stays, under the error. The last drawing is printed when
+    it ends.
     """
     console = console_of()
     drawn = draw(console.height)
@@ -301,7 +309,7 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_of(amount: float | None) -> str:
-    """Return `38.0 GiB`; `-` if unknown."""
+    """Return an amount of bytes as `38.0 GiB`; `-` if unknown."""
     if amount is None:
         return "-"
     for unit in _UNITS:
@@ -312,12 +320,12 @@ def bytes_of(amount: float | None) -> str:
 
 
 def share_of(share: float | None) -> str:
-    """Return `61%`; `-` if unknown."""
+    """Return a share as `61%`; `-` if unknown."""
     return "-" if share is None else f"{share:.0%}"
 
 
 def ago(seconds: float | None) -> str:
-    """Return `4.2 s`, `7 min`, `3 h`, `2 d`; `-` if unknown."""
+    """Return seconds as `4.2 s`, `7 min`, `3 h` or `2 d`; `-` if unknown."""
     if seconds is None:
         return "-"
     for most_s, unit_s, unit in ((60, 1, "s"), (3_600, 60, "min"), (86_400, 3_600, "h")):
@@ -328,5 +336,5 @@ def ago(seconds: float | None) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """Return `41 ms`, `1.2 s`."""
+    """Return seconds as `41 ms`, or from a second on as `1.2 s`."""
     return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"

@@ -14,13 +14,16 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that raises `ConfigError` with one line instead of printing a usage page and exiting.
+    """Argument parser that raises `ConfigError` with one line instead of printing a usage page and
+    exiting.
 
     Its help ends with examples of the command.
     """
 
     def add_commands(self) -> "argparse._SubParsersAction[Parser]":
-        """Add commands of this one, of which a caller has to give one."""
+        """Add a required command to this parser; return the action to which its commands are
+        added.
+        """
         return self.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def format_help(self) -> str:
@@ -29,7 +32,10 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse's overloads tell apart namespaces
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse; an unknown option is reported first, or its value would be taken for a command."""
+        """Parse the words; return options and leftover words.
+
+        Raises ConfigError, first for an unknown option: its value would be taken for a command.
+        """
         for word in args or ():
             option = word.partition("=")[0]
             if word == "--":
@@ -39,7 +45,9 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError; argparse calls this with its message."""
+        """Raise ConfigError with argparse's message, the nearest known word, and a hint at
+        --help.
+        """
         raise ConfigError(f"{self._explained(message)}; see `{self.prog} --help`")
 
     def _explained(self, message: str) -> str:
@@ -65,7 +73,7 @@ def add_insecure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_metrics_options(parser: argparse.ArgumentParser, host: str = "address of") -> None:
-    """Add the port and the address of a process's metrics. host: begins the address's help."""
+    """Add --metrics-port and --metrics-host to a parser. host: beginning of the latter's help."""
     what = "serve /metrics there (default: nowhere)"
     parser.add_argument("--metrics-port", type=int, metavar="N", help=what)
     what = f"{host} /metrics (default: loopback; others over TLS, or with --insecure)"
@@ -73,13 +81,13 @@ def add_metrics_options(parser: argparse.ArgumentParser, host: str = "address of
 
 
 def check_metrics_port(port: int | None) -> None:
-    """Raise ConfigError for a port that does not exist; None serves no metrics."""
+    """Raise ConfigError for a port outside 1 to 65535; None, for no metrics, is allowed."""
     if port is not None and not 0 < port < 1 << 16:
         raise ConfigError(f"metrics port {port} does not exist; give 1 to 65535")
 
 
 def add_log_limits(parser: argparse.ArgumentParser) -> None:
-    """Add options that bound the logs of a process; read them with `taken_log_limits`."""
+    """Add --log-file-bytes and --log-files to a parser; `taken_log_limits` reads them."""
     parser.add_argument(
         "--log-file-bytes",
         type=int,
@@ -97,7 +105,10 @@ def add_log_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def taken_log_limits(options: dict[str, Any]) -> LogLimits:
-    """Remove the limits from parsed options; return them. Raises ConfigError for useless ones."""
+    """Remove the options of `add_log_limits` from parsed options; return them as limits.
+
+    Raises ConfigError for useless ones.
+    """
     file_bytes, files = options.pop("log_file_bytes"), options.pop("log_files")
     return LogLimits(file_bytes or None, files)
 
@@ -106,7 +117,7 @@ _UNITS_S: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 
 
 def duration_s(text: str) -> float:
-    """Return the seconds in `90s`, `15m`, `1h` or `30d`; a type for argparse."""
+    """Return the seconds of a text such as `90s`, `15m`, `1h` or `30d`; a type for argparse."""
     match = re.fullmatch(r"(\d{1,6})([smhd])", text)
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no time; give 90s, 15m, 1h or 30d")
@@ -114,7 +125,7 @@ def duration_s(text: str) -> float:
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the options of a parser and of all its commands."""
+    """Return the option strings of a parser and of all its commands."""
     options = list(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -124,6 +135,6 @@ def _options(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def nearest(word: str, known: list[str]) -> str:
-    """Return ` (did you mean 'x'?)` for the nearest known word, or ""."""
+    """Return ` (did you mean 'x'?)` with the known word nearest to `word`; "" if none is near."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -18,7 +18,7 @@ _KNOWN = re.compile(r"(\d{1,18}):([0-9a-f]{64})")
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose audit` and its commands."""
+    """Return the command-line parser of `rose audit verify` and `rose audit tail`."""
     made = Parser(prog, description="Check and read the audit log of a process.")
     commands = made.add_commands()
     check = commands.add_parser("verify", help="follow the chain of hashes from end to end")

@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose compare`."""
+    """Return the command-line parser of `rose compare`."""
     made = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.set_defaults(run=_run)
     plan, limits = Plan(), ComparisonLimits()
@@ -109,14 +109,16 @@ def parser(prog: str) -> Parser:
 
 
 class NodeLending:
-    """Switches of one node's guests at the scheduler."""
+    """Harvest modes of one node's guests, read from the scheduler and set there."""
 
     def __init__(self, client: PolicyClient, node: str) -> None:
         self._client = client
         self._node = node
 
     def check_policy(self) -> None:
-        """Raise RefusedError if a policy keeps the node from lending: nothing would differ."""
+        """Raise RefusedError if the node's capacity policy is not Active: it lends nothing, so
+        nothing would differ.
+        """
         for row in self._client.snapshot().capacity:
             if row.node == self._node and row.policy_mode and row.policy_mode != "Active":
                 raise RefusedError(
@@ -156,7 +158,9 @@ def _reader(url: str, host: str) -> Callable[[], HostReading]:
 
 @contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Restore lending however this ends; a second Ctrl-C does not stop that."""
+    """Turn the first SIGINT, SIGTERM or SIGHUP into KeyboardInterrupt and ignore later ones, so
+    that lending is restored.
+    """
 
     def end(_number: int, _frame: FrameType | None) -> None:
         for number in ENDING:
@@ -172,7 +176,7 @@ def _ended_in_order() -> Iterator[None]:
 
 
 def show(found: Comparison) -> None:
-    """Print the rows and the verdict."""
+    """Print a table of the comparison's rows, the numbers of requests, and the verdict."""
     console = console_of()
     table = Table(title_justify="left")
     for column in ("of the hosts", "on", "off", "change (95%)", "must be", "verdict"):

@@ -32,7 +32,7 @@ SHOWN = 5
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose explain`."""
+    """Return the command-line parser of `rose explain`."""
     why = Parser(prog)
     why.add_argument("subject", metavar="TRAJECTORY", help="a session, or one turn's request id")
     why.add_argument(
@@ -60,13 +60,19 @@ def explain(
     token: str = "",
     certificates: CertificateFiles | None = None,
 ) -> View:
-    """Return each remembered choice, oldest first. Raises RoseError if there is none."""
+    """Return a line for each placement of the subject's turns that the gateway remembers, oldest
+    first. Raises RoseError if there is none.
+
+    subject: a session, or one turn's request id.
+    """
     found = _ask(gateway, subject, job, token, certificates)
     return View(found, tuple(map(line_of, found)))
 
 
 def line_of(decision: "Choosing") -> str:
-    """Return a line: `12.0 s ago  q1  -> guest-0: cheapest; 9 tokens expected (…)`."""
+    """Return one placement as a line: `12.0 s ago  q1  -> guest-0: cheapest; 9 tokens expected
+    (…)`.
+    """
     cheapest = sorted(decision.weighed, key=lambda pair: pair[1])[:SHOWN]
     costs = ", ".join(f"{name} {cost_s:.3g} s" for name, cost_s in cheapest)
     long = ", likely among the longest" if decision.is_long else ""

@@ -15,7 +15,9 @@ from rose.operate.fleet import Fleet, Node, Replica, fleet_of
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose status`, `rose nodes` or `rose replicas`."""
+    """Return the command-line parser of `rose status`, `rose nodes` or `rose replicas`, by the
+    program's name.
+    """
     made = Parser(prog)
     views = {"status": _status, "nodes": _nodes, "replicas": _replicas}
     made.set_defaults(run=_run, view=views[prog.split()[1]])
@@ -67,7 +69,10 @@ Named = TypeVar("Named", Node, Replica)
 
 
 def _chosen(found: Sequence[Named], names: Sequence[str], what: str) -> Sequence[Named]:
-    """Return the rows of these names, or all. Raises RefusedError for an unknown name."""
+    """Return the rows of these names, or all rows without names.
+
+    Raises RefusedError for an unknown name.
+    """
     by_name = {each.name: each for each in found}
     for name in names:
         if name not in by_name:

@@ -15,13 +15,18 @@ Named = tuple[str, Diagnosis]
 
 
 def diagnose_fleet(client: PolicyClient) -> Iterator[Diagnosis]:
-    """Ask the scheduler, and check its answer. Raises `UnavailableError` if none answers."""
+    """Yield findings about a cluster, from its scheduler's snapshot.
+
+    Raises `UnavailableError` if no scheduler answers.
+    """
     snapshot = client.snapshot()
     yield from fleet_checks(fleet_of(snapshot), client.policies())
 
 
 def fleet_checks(fleet: Fleet, policies: Sequence[pb.PolicyView]) -> Iterator[Diagnosis]:
-    """Return findings about one snapshot of a cluster, from the scheduler down to its engines."""
+    """Yield findings about one snapshot of a cluster: scheduler, policies, nodes, hosts, jobs,
+    engines.
+    """
     for checks in (
         _scheduler(fleet),
         _policies(fleet, policies),

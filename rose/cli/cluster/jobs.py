@@ -34,7 +34,7 @@ RIGHT: Final = frozenset({"VERSION", "WEIGHT", "REPLICAS", "TURNS"})
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose jobs`."""
+    """Return the command-line parser of `rose jobs`."""
     made = Parser(prog)
     verbs = ("list", "show", "end", "drop")
     made.add_argument("do", nargs="?", choices=verbs, default="list", help="default list")
@@ -112,7 +112,9 @@ def _dropped(before: Job | None, versions: int) -> str:
 
 
 def jobs_table(jobs: Sequence[Job], title: str = "") -> Table:
-    """Return a row for each job: its replicas, its limits, and the state of its trainer."""
+    """Return a table with a row for each job: model, version, limits, replicas, turns, and the
+    state of its trainer's run.
+    """
     return Table(COLUMNS, tuple(map(_row, jobs)), title, RIGHT)
 
 
@@ -132,13 +134,16 @@ def _row(job: Job) -> tuple[Said, ...]:
 
 
 def list_jobs(fleet: Fleet, _: str) -> View:
-    """Return a row for each job."""
+    """Return a view with a table of all jobs. The second argument is not used."""
     lines = () if fleet.jobs else ("no job is registered",)
     return View(fleet.jobs, lines, (jobs_table(fleet.jobs),))
 
 
 def show_job(fleet: Fleet, name: str) -> View:
-    """Return a job's run, versions and replicas. Raises RefusedError for an unknown job."""
+    """Return a view of one job: its run, its versions, and a table of its replicas.
+
+    Raises RefusedError for an unknown job.
+    """
     job = _known(fleet, name)
     rows = [row for row in fleet.replicas if row.job == name]
     table = Table(

@@ -52,7 +52,7 @@ LEAST_ADVISED_S: Final = 60.0
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose policy` and its verbs."""
+    """Return the command-line parser of `rose policy` and its verbs."""
     policy = Parser(prog)
     verbs = policy.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name, run, what in (
@@ -140,7 +140,10 @@ def _fields_table(policy: dict[str, Any]) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class FieldChange:
-    """A field that would change; empty for a policy that is new, or whose halt would end."""
+    """Change that applying a policy would make to one field.
+
+    what: set instead of a field for a new policy, or a halt that would end.
+    """
 
     policy: str
     field: str = ""
@@ -175,7 +178,9 @@ def _apply(args: argparse.Namespace) -> int:
 
 
 def _note_selectors(client: PolicyClient, policies: "Sequence[CapacityPolicy]") -> None:
-    """Print a note for selectors and names, of policies in force, that match no attached node."""
+    """Print a note to standard error for each policy whose selector matches no attached node, or
+    that names a missing one.
+    """
     selectors = [policy.node_selector for policy in policies]
     if not any(each.names or each.match_labels for each in selectors):
         return
@@ -283,7 +288,9 @@ def _read(file: Path) -> "tuple[CapacityPolicy, ...]":
 
 
 def _paths(value: dict[str, Any]) -> dict[str, str]:
-    """Yield every field by its path, with values in their printed form."""
+    """Return every field of a policy by its dotted path, with values as text (JSON if they are not
+    text).
+    """
     return {
         path: text if isinstance(text, str) else json.dumps(text) for path, text in _leaves(value)
     }
@@ -298,7 +305,11 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:  # noqa: A
 
 
 def _differences(view: pb.PolicyView | None, wanted: "CapacityPolicy") -> list[FieldChange]:
-    """Return the changes that putting a policy in force would make, defaults included."""
+    """Return the changes that applying `wanted` would make to the policy in force, defaults
+    included.
+
+    view: None for a new policy.
+    """
     from elastic_scheduler.capacity import parse_policy
 
     if view is None:
@@ -342,7 +353,7 @@ def _value(text: str) -> object:
 
 @dataclass(frozen=True, slots=True)
 class NodePolicy:
-    """Policy in force for a node, and the state of its guests under it."""
+    """Policy in force for a node, and the node's guests."""
 
     node: str
     capacity: Capacity
@@ -368,7 +379,9 @@ def _policy_of(row: pb.NodeCapacity, replicas: Sequence[Replica]) -> NodePolicy:
 
 
 def explained(found: NodePolicy, now: Callable[[], datetime] = datetime.now) -> Iterator[str]:
-    """Return lines about one node: the result, the limits, and the policy of each field."""
+    """Yield lines about one node: the result, the load, the figures, its guests, and the policy
+    that set each field.
+    """
     capacity = found.capacity
     held = f"; held back by {'; '.join(capacity.limits)}" if capacity.limits else ""
     yield f"{found.node}: {_harvest(capacity, now())}{held}"
@@ -399,7 +412,9 @@ WORDS: Final = {
 
 
 def _harvest(capacity: Capacity, now: datetime) -> str:
-    """Return `would harvest 38.0 GiB, 61% of compute since 09:12`, averaged over that time."""
+    """Return `would harvest 38.0 GiB, 61% of compute since 09:12`: the average over that time, or
+    the present figures.
+    """
     lends = capacity.mode is capacity.would is Mode.ACTIVE
     verb = "may harvest" if lends else "would harvest"
     if capacity.lend_bytes is None and capacity.lend_compute is None:
@@ -416,7 +431,7 @@ def _harvest(capacity: Capacity, now: datetime) -> str:
 
 
 def _since(over_s: float, now: datetime) -> str:
-    """Return the time of day at which it began, with the date if that was not today."""
+    """Return the local time of day `over_s` seconds ago, with the date if that was not today."""
     began = datetime.fromtimestamp(now.timestamp() - over_s)
     return f"{began:%H:%M}" if began.date() == now.date() else f"{began:%b %d, %H:%M}"
 
@@ -428,7 +443,9 @@ def _load(capacity: Capacity) -> str:
 
 
 def _in_figures(capacity: Capacity) -> Iterator[str]:
-    """Return the bytes and the share of compute that it lends, or would, at this moment."""
+    """Yield one line with the bytes and the share of compute that the node lends, or would lend,
+    now; none if both are unknown.
+    """
     verb = "lends up to" if capacity.mode is capacity.would else "would lend"
     figures = []
     if capacity.lend_bytes is not None:

@@ -35,7 +35,7 @@ PROOF_S: Final = 2.0
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of one of the commands above."""
+    """Return the command-line parser of one command of this module, by the program's name."""
     made = Parser(prog)
     name = prog.split()[1]
     if name in ("kill", "unkill"):
@@ -110,7 +110,9 @@ def _stop(args: argparse.Namespace) -> int:
 
 
 def _look_for(client: PolicyClient, replica: str) -> None:
-    """Note a replica that does not exist: its stop is kept, but the name may be a typo."""
+    """Print a note if no replica of this name exists now: its stop is kept, but the name may be a
+    typo.
+    """
     if not replica:
         return
     try:
@@ -192,7 +194,9 @@ def _code(proof: Proof) -> ExitCode:
 
 
 def _deadline_s(client: PolicyClient) -> float:
-    """Return the longest deadline of the policies for returning lent capacity."""
+    """Return the longest `reclaimDeadline` of all policies, in seconds; the default if they cannot
+    be read.
+    """
     # Imported here: it takes long, and most commands have nothing to do with policies.
     from elastic_scheduler.capacity import CLI, parse_policy
     from elastic_scheduler.errors import PolicyError
@@ -205,7 +209,11 @@ def _deadline_s(client: PolicyClient) -> float:
 
 
 def _see_gone(client: PolicyClient, began_s: float, within_s: float, grace_s: float) -> Proof:
-    """Look until all guests are gone or the deadline is over; wait longer only for measurements."""
+    """Poll the fleet until its guests are proved gone or `within_s` is over, and return the last
+    proof.
+
+    It waits `grace_s` longer if only measurements are missing.
+    """
     while True:
         proof = proof_of(fleet_of(client.snapshot()))
         waited_s = time.monotonic() - began_s

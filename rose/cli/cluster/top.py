@@ -46,14 +46,16 @@ SPARE: Final = ("KV", "TPOT P95/TARGET", "TOKENS/S")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A snapshot, and the tokens per second of each replica since the one before."""
+    """Snapshot of the fleet, and the tokens per second of each replica since the snapshot
+    before.
+    """
 
     fleet: Fleet
     tok_s: dict[str, float]
 
 
 class Rates:
-    """Maker of frames: it keeps the counts of the last snapshot."""
+    """Source of frames, which keeps each replica's token count of the last snapshot."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,7 +63,9 @@ class Rates:
         self._at_s: float | None = None
 
     def frame(self, fleet: Fleet) -> Frame:
-        """Return rates since the last call; a count that was reset has none."""
+        """Return a frame with token rates since the last call; a new replica, or one whose count
+        was reset, has none.
+        """
         now_s = self._clock()
         counts = {r.name: r.engine.tokens_total for r in fleet.replicas if r.engine}
         over_s = now_s - self._at_s if self._at_s is not None else 0.0
@@ -75,7 +79,7 @@ class Rates:
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose top`."""
+    """Return the command-line parser of `rose top`."""
     top = Parser(prog)
     top.add_argument("--node", default="", metavar="NODE", help="only this one (default: all)")
     top.add_argument("--once", action="store_true", help="one frame, as in a pipe")
@@ -118,7 +122,9 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def frame_view(frame: Frame, node: str) -> View:
-    """Return rows of all nodes, or of one, the most urgent first."""
+    """Return a view of a frame with rows of all nodes, or of the one named `node`, the most urgent
+    first.
+    """
     nodes = [each for each in frame.fleet.nodes if node in ("", each.name)]
     replicas = frame.fleet.by_node()
     rows = [
@@ -133,7 +139,9 @@ def frame_view(frame: Frame, node: str) -> View:
 
 
 def fitted_view(view: View, height: int) -> RenderableType:
-    """Return as many rows as the terminal has lines for, and the number of omitted ones."""
+    """Return a view drawn with as many rows as a terminal of `height` lines shows, and a note on
+    the rows left out.
+    """
     (table,) = view.tables
     room = max(1, height - len(view.lines) - 4)
     left_out = len(table.rows) - room
@@ -146,12 +154,16 @@ def fitted_view(view: View, height: int) -> RenderableType:
 
 
 def _urgency(node: Node) -> tuple[float, str]:
-    """Return a sort key: hosts beyond or near their targets first."""
+    """Return a sort key that puts nodes with hosts beyond or near their targets first, then by
+    name.
+    """
     return -node.strain, node.name
 
 
 def node_rows(frame: Frame, node: Node, replicas: Sequence[Replica]) -> Iterator[tuple[Said, ...]]:
-    """Return a row for each of the node's hosts, then one for each of its replicas."""
+    """Yield a row for each of the node's hosts (one without any), then one for each of its
+    replicas.
+    """
     total = sum(frame.tok_s.get(each.name, 0.0) for each in replicas)
     for host in node.hosts or (None,):
         busy = host.busy_share if host else None
@@ -210,6 +222,6 @@ def _doing(replica: Replica) -> Said:
 
 
 def bar(share: float | None) -> str:
-    """Return `█████     ` for a half."""
+    """Return a share as a bar of ten characters, `█████·····` for a half; None is an empty bar."""
     full = round(BAR * min(1.0, max(0.0, share or 0.0)))
     return "█" * full + "·" * (BAR - full)

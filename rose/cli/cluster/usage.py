@@ -21,7 +21,7 @@ GIB_H = (1 << 30) * 3_600.0
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose usage`."""
+    """Return the command-line parser of `rose usage`."""
     made = Parser(prog, description="Say what hosts lent, by owner and job.")
     made.add_argument(
         "--since", type=duration_s, default=DAY_S, metavar="TIME", help="1h, 7d; default 1d"

@@ -33,7 +33,7 @@ DEFAULT_DIR, DEFAULT_KEY = Path("certs"), Path("token.key")
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose certs` or `rose token`, with their commands."""
+    """Return the command-line parser of `rose certs` or of `rose token`, by the program's name."""
     return _token_parser(prog) if prog == "rose token" else _certs_parser(prog)
 
 

@@ -56,7 +56,10 @@ from rose.security.certificates import add_certificate_options, taken_certificat
 
 
 class Severity(StrEnum):
-    """NOTE: it works, with something that an operator should know. WRONG: it does not work."""
+    """Severity of a finding.
+
+    NOTE: it works, with something that an operator should know. WRONG: it does not work.
+    """
 
     OK = "ok"
     NOTE = "note"
@@ -65,7 +68,10 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One line: `what`, and unless it is OK the next thing to do."""
+    """Finding of one check.
+
+    what: the finding. do: the next thing to do, "" if it is OK. subject: the part that was checked.
+    """
 
     level: Severity
     what: str
@@ -92,7 +98,10 @@ def wrong(what: str, do: str) -> Diagnosis:
 
 
 def refused(error: Exception | str, otherwise: str = "") -> Diagnosis:
-    """Return an error as a finding; its text may say what to do after a semicolon."""
+    """Return an error as a WRONG finding.
+
+    What to do is the error's text after the first semicolon, or `otherwise`.
+    """
     what, _, do = str(error).partition("; ")
     return wrong(what, do or otherwise)
 
@@ -103,7 +112,9 @@ Args = ParamSpec("Args")
 def checked(
     subject: str, check: Callable[Args, Diagnosis], *args: Args.args, **more: Args.kwargs
 ) -> Diagnosis:
-    """Return the check's finding, even if the check itself fails."""
+    """Run a check and return its finding about `subject`; an exception in the check becomes a WRONG
+    finding.
+    """
     try:
         return check(*args, **more).about(subject)
     except RoseError as error:
@@ -150,7 +161,7 @@ def _page(host: HostConfig) -> Diagnosis:
 
 
 def _access(path: Path) -> str:
-    """Check the users that may map the page."""
+    """Return the user or group that may map the page, as text."""
     status = path.stat()
     if not status.st_mode & 0o070:
         return f"for uid {status.st_uid} alone"
@@ -195,7 +206,9 @@ _BREAKS = {
 
 
 def _seat(host: HostConfig) -> Diagnosis:
-    """Check that a live process publishes here, and that no other serves unobserved."""
+    """Check that a live process publishes on the host's page, and that no other engine serves
+    unobserved.
+    """
     with _open(host) as page:
         view = page.host_view()
     if view.vetoed:
@@ -276,12 +289,12 @@ _LOOK = "import os;print(int(os.sched_getscheduler(0)==os.SCHED_IDLE), os.getpri
 
 
 def daemon_of(config: NodeConfig) -> int | None:
-    """Return the process that runs this node."""
+    """Return the process id of the daemon that runs this node; None if none does."""
     return holder_of(config.run_dir / "daemon.lock")
 
 
 def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Diagnosis]:
-    """Check everything but the host and the GPUs."""
+    """Yield the findings of all checks of a node but those of its hosts and GPUs."""
     running = set(running_guests(config.run_dir)) if config.run_dir.is_dir() else set()
     yield checked("daemon", _daemon, config)
     yield checked("kill switch", _kill_switch, config)
@@ -357,7 +370,9 @@ def _replica(replica: ReplicaConfig, headroom: int, runs: bool, gpus: Gpus) -> D
 def _interpreters(
     config: NodeConfig,
 ) -> Collection[tuple[str, Mapping[str, str], EngineKind]]:
-    """Each interpreter of an engine with an environment, once for each of its module paths."""
+    """Return (interpreter, environment, engine) of the replicas, once for each interpreter,
+    PYTHONPATH and engine.
+    """
     found = {}
     for replica in config.replicas:
         python, env = str(replica.engine_python or sys.executable), replica.extra_env
@@ -385,7 +400,7 @@ def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> D
 
 
 def _proxy(config: NodeConfig) -> Diagnosis:
-    """Check the way from gateways to this node's replicas."""
+    """Check that gateways of other machines can reach this node's replicas through its proxy."""
     proxy = config.proxy
     if proxy is None:
         hosts = [address.rpartition(":")[0] for address in config.scheduler.split(",")]
@@ -472,7 +487,9 @@ _LOOK_FOR_CUDA = (
 
 
 def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Diagnosis]:
-    """Check every GPU that the node's file names."""
+    """Yield the findings about every GPU that the node's file names, and about the parts of its
+    replicas that use one.
+    """
     replicas = [replica for replica in config.replicas if replica.device is not None]
     named = [replica.device for replica in replicas]
     if config.host and config.host.device is not None:
@@ -511,7 +528,9 @@ def _card(card: Card) -> Diagnosis:
 
 
 def _load(config: NodeConfig, gpus: Gpus, card: Card) -> Diagnosis:
-    """Check for other processes on the card beside host and guests, as far as the driver tells."""
+    """Check for processes on the card other than host and guests, and for reduced clocks, as far as
+    the driver tells.
+    """
     usage, clients = gpus.reader.usage(card), gpus.reader.clients(card)
     what = _free(card, usage)
     if not clients and usage.used_bytes > DRIVERS_OWN_BYTES:
@@ -577,7 +596,7 @@ def _pinned(replica: ReplicaConfig) -> Diagnosis:
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose doctor`."""
+    """Return the command-line parser of `rose doctor`."""
     parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(run=_run)
     parser.add_argument("--config", type=Path, help="a node's JSON file: check this machine")
@@ -612,7 +631,7 @@ def _of_cluster(args: argparse.Namespace) -> Iterator[Diagnosis]:
 
 
 def _reported(subject: str, findings: Iterator[Diagnosis]) -> bool:
-    """Print each finding as it comes; return True if something is wrong."""
+    """Print each finding as it comes, then a summary; return True if one of them is WRONG."""
     found = list[Diagnosis]()
     for finding in findings:
         found.append(finding)
@@ -624,7 +643,9 @@ def _reported(subject: str, findings: Iterator[Diagnosis]) -> bool:
 
 
 def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Diagnosis]:
-    """Check everything; this changes nothing and raises nothing."""
+    """Yield the findings of all checks of a node; failures become findings, and nothing is
+    changed.
+    """
     gpus = gpus or Gpus()
     if config.discover:
         config = yield from discovery_checks(config, config.discover, gpus)
@@ -637,7 +658,9 @@ def diagnose(config: NodeConfig, gpus: Gpus | None = None) -> Iterator[Diagnosis
 def discovery_checks(
     config: NodeConfig, discover: DiscoverConfig, gpus: Gpus
 ) -> Generator[Diagnosis, None, NodeConfig]:
-    """Check the hosts in a shared folder; return the node without them."""
+    """Yield findings about the hosts in a shared folder; return the node's configuration without a
+    host.
+    """
     seen = look(discover.folder, discover.page_group)
     for page, reason in seen.unusable.items():
         unusable = refused(reason, "its host serves on, and has no guest")

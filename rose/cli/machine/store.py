@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose store` and its commands."""
+    """Return the command-line parser of `rose store` and its commands."""
     made = Parser(prog, description="Back up a scheduler's store, and restore it.")
     commands = made.add_commands()
     backup = commands.add_parser("backup", help="write all of it to a file, while schedulers run")

@@ -77,21 +77,28 @@ SECRETS = (
 
 @dataclass
 class Bundle:
-    """Texts by their names in the archive. known: secrets that were read to be redacted."""
+    """Content of a support bundle: texts by their names, reasons for missing ones.
+
+    known: secrets to redact in all of them.
+    """
 
     texts: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     known: set[str] = field(default_factory=set)
 
     def take(self, name: str, text: Callable[[], str]) -> None:
-        """Add one text, or the reason for which it cannot be read."""
+        """Add the text that a function returns; if it fails, record the reason as missing."""
         try:
             self.texts[name] = text()
         except (RoseError, OSError, ValueError) as error:
             self.missing[name] = str(error) or type(error).__name__
 
     def learn(self, file: Path | None) -> None:
-        """Read a file of secrets: its lines are redacted everywhere."""
+        """Read a file of secrets: its words of at least eight characters are redacted in every
+        text.
+
+        An unreadable file is ignored.
+        """
         if file is None:
             return
         try:
@@ -101,7 +108,9 @@ class Bundle:
         self.known.update(line for line in lines if len(line) >= LEAST_SECRET)
 
     def written(self) -> Iterator[tuple[str, bytes]]:
-        """Return every file of the archive, without secrets."""
+        """Yield the name and redacted content of every file of the archive, `manifest.json`
+        first.
+        """
         said = {name: redacted(why, self.known) for name, why in self.missing.items()}
         manifest = {
             "made_at_s": round(time.time()),
@@ -114,7 +123,9 @@ class Bundle:
 
 
 def redacted(text: str, known: "set[str] | frozenset[str]" = frozenset()) -> str:
-    """Return the text without anything that is, or looks like, a secret."""
+    """Return the text with all known secrets, and all that looks like a secret, replaced by `(left
+    out)`.
+    """
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, LEFT_OUT)
     for pattern in SECRETS:
@@ -123,7 +134,7 @@ def redacted(text: str, known: "set[str] | frozenset[str]" = frozenset()) -> str
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose support-bundle`."""
+    """Return the command-line parser of `rose support-bundle`."""
     made = Parser(
         prog, description="Collect what somebody who helps needs to see, without secrets."
     )

@@ -35,7 +35,7 @@ _MOST_LINES = 20
 
 
 def delta_report(delta: Delta, model_bytes: int) -> Report:
-    """Return the report of `diff`."""
+    """Return the report of `rose weights diff`: a dictionary for --json, and lines for people."""
     plain = _summary(delta) | {"model_bytes": model_bytes}
     share = 100 * delta.nbytes / max(1, model_bytes)
     return plain, [
@@ -45,7 +45,9 @@ def delta_report(delta: Delta, model_bytes: int) -> Report:
 
 
 def inspect_report(delta: Delta) -> Report:
-    """Return the report of any delta."""
+    """Return the report of `rose weights inspect` on a delta: a dictionary for --json, and lines
+    for people.
+    """
     index, fresh = delta.index, frozenset(delta.index.fresh)
     tensors = [
         {
@@ -70,7 +72,7 @@ def inspect_report(delta: Delta) -> Report:
 
 
 def applied_report(applied: Applied, out: Path) -> Report:
-    """Return the report of `apply`."""
+    """Return the report of `rose weights apply`: a dictionary for --json, and lines for people."""
     plain: dict[str, object] = {
         "out": str(out),
         "bytes": applied.nbytes,
@@ -110,7 +112,7 @@ def _changes(delta: Delta) -> str:
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose weights` and its commands."""
+    """Return the command-line parser of `rose weights` and its commands."""
     made = Parser(prog, description=__doc__)
     commands = made.add_commands()
 
@@ -215,7 +217,10 @@ def _verify(args: argparse.Namespace) -> tuple[int, Report]:
 
 
 def _wanted(path: Path) -> Sequence[TensorUpdate]:
-    """Return the tensors of a manifest, or of the manifest inside a delta."""
+    """Return the tensors that a manifest file, or the manifest inside a delta file, lists.
+
+    Raises ConfigError for a missing file.
+    """
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give a manifest or a delta")
     with path.open("rb") as file:
