@@ -152,8 +152,8 @@ class LeaderChannel:
         return self._finder.pause_s
 
     async def connected(self) -> grpc.aio.Channel:
-        """Return a connected channel to the presumed leader. Raises `UnavailableError` after
-        CONNECT_S seconds.
+        """Return a channel that is connected to the presumed leader. Raises `UnavailableError` if
+        none is within CONNECT_S seconds.
 
         A failed call on the channel may have been carried out; after this error none was.
         """

@@ -26,7 +26,7 @@ MOST_ROUNDS = 16
 
 
 class Entry:
-    """One event to come; `call` is None once it was cancelled."""
+    """Event that waits in an EventQueue. call: what runs when it is due, None after `cancel`."""
 
     __slots__ = ("call",)
 
@@ -34,12 +34,14 @@ class Entry:
         self.call: Call | None = call
 
     def cancel(self) -> None:
-        """Pass it over when it is due."""
+        """Cancel the event: the queue skips it when it is due."""
         self.call = None
 
 
 class EventQueue:
-    """Runs calls in the order of their times, in nanoseconds from the beginning."""
+    """Queue that runs calls in the order of their virtual times, in nanoseconds from 0; at one time
+    the first added goes first.
+    """
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -50,11 +52,13 @@ class EventQueue:
 
     @property
     def now_s(self) -> float:
-        """Seconds of the virtual clock."""
+        """Seconds of the virtual clock since the beginning."""
         return self.now_ns / NS
 
     def at_ns(self, time_ns: int, call: Call) -> Entry:
-        """Run `call` at that time, or now where it is past."""
+        """Schedule `call` at a time, or now if that is past; return the entry, which can be
+        cancelled.
+        """
         self._number += 1
         due_ns = time_ns if time_ns > self.now_ns else self.now_ns
         entry = Entry(call)
@@ -62,11 +66,13 @@ class EventQueue:
         return entry
 
     def after_s(self, delay_s: float, call: Call) -> Entry:
-        """Run `call` so many seconds from now."""
+        """Schedule `call` so many seconds from now; return the entry, which can be cancelled."""
         return self.at_ns(self.now_ns + round(delay_s * NS), call)
 
     def every_s(self, period_s: float, call: Call, offset_s: float = 0.0) -> None:
-        """Run `call` again and again, first after `offset_s` and a period."""
+        """Schedule `call` every `period_s` seconds for ever, first after `offset_s` and one
+        period.
+        """
         period_ns = max(1, round(period_s * NS))
 
         def again() -> None:
@@ -76,7 +82,9 @@ class EventQueue:
         self.at_ns(self.now_ns + period_ns + round(offset_s * NS), again)
 
     def run(self, until_s: float) -> None:
-        """Run events until that time, or until `stop`."""
+        """Run events in order until the virtual time `until_s`, until none is left, or until `stop`
+        is called.
+        """
         heap, until_ns, pop = self._heap, round(until_s * NS), heapq.heappop
         self._stopped = False
         while heap and not self._stopped:
@@ -92,19 +100,21 @@ class EventQueue:
             call()
 
     def stop(self) -> None:
-        """End `run` after the event that runs now."""
+        """Make `run` return after the event that runs now."""
         self._stopped = True
 
 
 class CallbackLoop(asyncio.AbstractEventLoop):
-    """Loop without clock or sockets; a subclass has the time, and runs what is ready."""
+    """asyncio event loop without clock or sockets; a subclass gives the time and runs the ready
+    callbacks.
+    """
 
     def __init__(self) -> None:
         self._ready: deque[asyncio.Handle] = deque()
 
     @abstractmethod
     def _broke(self, error: BaseException) -> None:
-        """Take what a callback raised outside of any task."""
+        """Handle an exception that a callback raised outside of any task."""
 
     @override
     def call_soon(  # type: ignore[override]
@@ -157,7 +167,10 @@ class CallbackLoop(asyncio.AbstractEventLoop):
 
 
 class VirtualLoop(CallbackLoop):
-    """Loop over an `EventQueue`; run that within `running`. What breaks ends the simulation."""
+    """asyncio event loop on an EventQueue, which is run within `running`.
+
+    An error in a task or callback ends the simulation.
+    """
 
     def __init__(self, queue: EventQueue) -> None:
         super().__init__()
@@ -169,7 +182,7 @@ class VirtualLoop(CallbackLoop):
         self.closing = False
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """Start a task; what it raises ends the simulation."""
+        """Start a task and return it; an exception that it raises ends the simulation."""
         task = self.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -186,7 +199,9 @@ class VirtualLoop(CallbackLoop):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Be the running loop: what events call may start tasks, and coroutines find their loop."""
+        """Make this the running loop of asyncio within the block, so that events can start
+        tasks.
+        """
         before = events._get_running_loop()
         events._set_running_loop(self)
         try:
@@ -195,7 +210,7 @@ class VirtualLoop(CallbackLoop):
             events._set_running_loop(before)
 
     def close(self) -> None:
-        """End every task where it stands."""
+        """Cancel every task of the loop and let the cancelled tasks end."""
         self.closing = True
         with self.running():
             for _ in range(MOST_ROUNDS):

@@ -56,7 +56,7 @@ LEAST_HOST_BUSY = 0.05
 
 
 def parser(prog: str) -> Parser:
-    """Return the parser of `rose sim` and its commands."""
+    """Return the command-line parser of `rose sim` and its commands."""
     made = Parser(prog, description="Simulate a cluster with ROSE's own decisions.")
     commands = made.add_commands()
     for name, (what, add_arguments, run) in COMMANDS.items():
@@ -71,7 +71,7 @@ def parser(prog: str) -> Parser:
 
 @dataclass(frozen=True, slots=True)
 class RunBatch:
-    """Results of several runs, and where their options say that they go."""
+    """Runs, their results, and the options that say where results are written."""
 
     asked: Sequence[SimulatedRun]
     results: Sequence[RunResult]
@@ -79,7 +79,9 @@ class RunBatch:
 
     @classmethod
     def of(cls, asked: Sequence[SimulatedRun], args: argparse.Namespace) -> "RunBatch":
-        """Run all."""
+        """Carry out all runs, at once as `--workers` and `--ray` say, and return their results as a
+        batch.
+        """
         return cls(asked, list(run_all(asked, args.workers, args.ray)), args)
 
     def show(
@@ -88,7 +90,9 @@ class RunBatch:
         title: str,
         extra: Callable[[Sequence[RunResult]], Table] | None = None,
     ) -> int:
-        """Print the runs with one more table, and save them."""
+        """Print tables of the runs and one more table, write JSON and plots as the options say, and
+        return exit code 0.
+        """
         shown = view(self.results, label, title)
         more = (extra(self.results),) if extra is not None else ()
         self.write((shown.tables[0], *more, *shown.tables[1:]))
@@ -96,7 +100,9 @@ class RunBatch:
         return 0
 
     def write(self, tables: tuple[Table, ...]) -> None:
-        """Print tables and save the results; name runs that ended before their last step."""
+        """Print tables, save the results as JSON if --out is given, and note runs that ended before
+        their last step.
+        """
         data = [plain(each) for each in self.results]
         write(View(data, (), tables), Format(self.args.output))
         self._save(self.args.out)
@@ -120,7 +126,10 @@ class RunBatch:
 
     @staticmethod
     def draw(results: Sequence[RunResult], folder: Path | None) -> None:
-        """Draw the first seed's results, where a folder was named. Raises ConfigError."""
+        """Draw plots of the first seed's results into a folder, if one is given.
+
+        Raises ConfigError.
+        """
         if folder is None or not results:
             return
         try:
@@ -215,7 +224,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _grid(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Options of each run. Raises ConfigError."""
+    """Return the options of each run of a sweep. Raises ConfigError."""
     if (args.around is None) == (not args.vary):
         raise ConfigError("give either --vary NAME=A,B,C or --around SHARE")
     if args.around is None:
@@ -415,7 +424,7 @@ def _scale(args: argparse.Namespace) -> float:
 
 
 def _add_run_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
-    """Seed, options, where results go, and how many runs at once."""
+    """Add the options for seeds, constants, output files and parallel runs."""
     if several:
         parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N-1")
         parser.add_argument(
@@ -445,7 +454,10 @@ def _add_run_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
 
 
 def _scenario(args: argparse.Namespace) -> Scenario:
-    """The scenario of parsed options. Raises ConfigError."""
+    """Return the scenario that parsed options name: a file's or a set-up's, with their changes.
+
+    Raises ConfigError.
+    """
     name, scale = str(args.scenario), _scale(args)
     if name in SETUPS:
         scenario = setup_scenario(name, scale=scale)
@@ -467,7 +479,7 @@ def _scenario(args: argparse.Namespace) -> Scenario:
 
 
 def _settings(words: Sequence[str]) -> dict[str, float]:
-    """`NAME=VALUE` of each --set. Raises ConfigError."""
+    """Return the numbers of all `--set NAME=VALUE`, by name. Raises ConfigError."""
     options: dict[str, float] = {}
     for word in words:
         name, equals, value = word.partition("=")
@@ -479,7 +491,7 @@ def _settings(words: Sequence[str]) -> dict[str, float]:
 
 
 def _values(word: str) -> tuple[str, tuple[float, ...]]:
-    """`NAME=A,B,C` of --vary. Raises ConfigError."""
+    """Return name and values of one `--vary NAME=A,B,C`. Raises ConfigError."""
     name, equals, values = word.partition("=")
     if not equals or not values:
         raise ConfigError(f"--vary {word}: write NAME=A,B,C")
@@ -489,7 +501,7 @@ def _values(word: str) -> tuple[str, tuple[float, ...]]:
 
 
 def _seeds(args: argparse.Namespace) -> range:
-    """Seeds of parsed options. Raises ConfigError."""
+    """Return the seeds 0 to N-1 of `--seeds N`. Raises ConfigError."""
     if args.seeds < 1:
         raise ConfigError(f"--seeds is {args.seeds}; give at least 1")
     if args.workers is not None and args.workers < 1:

@@ -38,12 +38,12 @@ class StepWork:
 
     @property
     def tokens(self) -> int:
-        """Tokens computed."""
+        """Number of tokens that the step computes."""
         return self.prefill_tokens + self.decode_sequences
 
     @property
     def sequences(self) -> int:
-        """Sequences in it."""
+        """Number of sequences in the step."""
         return self.decode_sequences + self.prefill_sequences
 
 
@@ -74,11 +74,11 @@ class EngineFigures:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of its KV cache."""
+        """Size of the KV cache in bytes."""
         return self.kv_tokens * self.kv_bytes_per_token
 
     def seconds(self, work: StepWork) -> float:
-        """Return the seconds of a step alone on its cards; 0 without tokens."""
+        """Return the seconds that a step takes alone on the engine's cards; 0 without tokens."""
         return self.profile.seconds(work.tokens, work.sequences, work.context_tokens)
 
 
@@ -90,21 +90,22 @@ def _facts() -> tuple[str, tuple[EngineFigures, ...]]:
 
 
 def source() -> str:
-    """Return the source of the published tables."""
+    """Return the name of the source of the published tables."""
     return _facts()[0]
 
 
 def published_engines() -> tuple[EngineFigures, ...]:
-    """Return the engines of all tables."""
+    """Return the engines of all published tables, from a cache."""
     return _facts()[1]
 
 
 def published_engine(
     model: str, card: str = "h200", engine: str = "vllm", cards: int | None = None
 ) -> EngineFigures:
-    """Return the engine of that model, on the fewest cards unless `cards` says how many.
+    """Return the published engine of a model, on the fewest cards unless `cards` is given.
 
-    Raises ConfigError, with what there is, for a model, card, engine or size without a table.
+    Raises ConfigError, which names those that exist, for a model, card, engine or number of cards
+    without a table.
     """
     known = sorted({e.model for e in published_engines()})
     named = [name for name in known if name == model.lower() or name.endswith(f"-{model.lower()}")]
@@ -121,9 +122,9 @@ def published_engine(
 
 
 def read_profile(path: Path) -> StepProfile:
-    """Return the step times of a file that `rose profile` saved.
+    """Return the step times in a file that `rose profile` saved.
 
-    Raises RoseError, with the file and what is wrong, for any other file.
+    Raises RoseError with the file and the fault, for any other file.
     """
     try:
         return StepProfile.from_json(path.read_text(encoding="utf-8"))

@@ -43,7 +43,9 @@ MOST_BARS = 96
 
 
 def draw_steps(results: Sequence[RunResult]) -> "Figure":
-    """Mean time of a training step under each policy, as rollout, training and weights."""
+    """Return a figure of the mean time of a training step under each policy, as rollout, training
+    and weights.
+    """
     figure, axes = _figure(1 + 0.8 * len(results))
     rows = range(len(results))
     left = [0.0] * len(results)
@@ -68,7 +70,9 @@ def draw_steps(results: Sequence[RunResult]) -> "Figure":
 
 
 def draw_use(results: Sequence[RunResult]) -> "Figure":
-    """Share of each pool's cards that was in a step, over time, one row for each policy."""
+    """Return a figure of the share of each pool's cards that was in a step, over time, with a row
+    for each policy.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.7 + 1.6 * len(results)))
@@ -88,7 +92,9 @@ def draw_use(results: Sequence[RunResult]) -> "Figure":
 
 
 def draw_slo(results: Sequence[RunResult]) -> "Figure":
-    """Share of users' requests that met their targets, over time."""
+    """Return a figure of the share of users' requests that met their targets, over time, with a
+    line for each policy.
+    """
     figure, axes = _figure(3.2)
     lowest = 1.0
     for each, colour in zip(results, cycle(POLICIES), strict=False):
@@ -110,7 +116,9 @@ def draw_slo(results: Sequence[RunResult]) -> "Figure":
 
 
 def draw_tail(results: Sequence[RunResult]) -> "Figure":
-    """Times of trajectories: median, 90th and 99th percentile, and the longest."""
+    """Return a figure of trajectories' times under each policy: median, 90th and 99th percentile,
+    and the longest.
+    """
     figure, axes = _figure(3.4)
     labels = ("p50", "p90", "p99", "longest")
     for each, colour in zip(results, cycle(POLICIES), strict=False):
@@ -128,7 +136,9 @@ def draw_tail(results: Sequence[RunResult]) -> "Figure":
 
 
 def draw_what_if(answer: WhatIfAnswer) -> "Figure":
-    """An operator's trace: how busy users keep their cards, and what is lent of the rest."""
+    """Return a figure of an operator's trace: the cards' time that users need, what is lent of the
+    rest, and users' TTFT.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.6))
@@ -148,7 +158,7 @@ def draw_what_if(answer: WhatIfAnswer) -> "Figure":
 
 
 def _joined(answer: WhatIfAnswer) -> tuple[list[float], list[float], list[float]]:
-    """(edges_s, users, lent) of at most so many bars as can be told apart."""
+    """Return (edges_s, users, lent) of slices joined into at most MOST_BARS bars."""
     many = -(-len(answer.use) // MOST_BARS)
     edges, users, lent = list[float](), list[float](), list[float]()
     for first in range(0, len(answer.use), many):
@@ -160,7 +170,9 @@ def _joined(answer: WhatIfAnswer) -> tuple[list[float], list[float], list[float]
 
 
 def draw_fleet(result: FleetResult) -> "Figure":
-    """A fleet's serving cards by the hour: users' share, what is lendable, what is borrowed."""
+    """Return a figure of a fleet's serving cards by the hour: users' share, what is lendable, and
+    what is borrowed.
+    """
     figure, axes = _figure(3.4)
     hours = [each.start_s / 3_600 for each in result.series]
     for key, colour, label in (
@@ -203,20 +215,26 @@ PICTURES: dict[str, Callable[[Sequence[RunResult]], "Figure"]] = {
 
 
 def save_plots(results: Sequence[RunResult], folder: Path) -> list[Path]:
-    """Draw and save every picture of at least one result; their files.
+    """Save four pictures of at least one result in a folder; return their paths.
 
-    Raises ConfigError where matplotlib is not installed.
+    Raises ConfigError if matplotlib is not installed.
     """
     return _save({name: partial(draw, results) for name, draw in PICTURES.items()}, folder)
 
 
 def save_what_if(answer: WhatIfAnswer, folder: Path) -> list[Path]:
-    """Draw and save the picture of an answer; its file. Raises ConfigError as `save_plots` does."""
+    """Save the picture of an answer as what-if.png in a folder; return its path in a list.
+
+    Raises ConfigError as `save_plots` does.
+    """
     return _save({"what-if.png": partial(draw_what_if, answer)}, folder)
 
 
 def save_fleet(result: FleetResult, folder: Path) -> list[Path]:
-    """Draw and save the picture of a fleet; its file. Raises ConfigError as `save_plots` does."""
+    """Save the picture of a fleet as fleet.png in a folder; return its path in a list.
+
+    Raises ConfigError as `save_plots` does.
+    """
     return _save({"fleet.png": partial(draw_fleet, result)}, folder)
 
 
@@ -257,7 +275,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _attained(slices: Sequence[tuple[float, int, int]]) -> list[tuple[float, float]]:
-    """(start_s, share) of slices, joined until each has enough requests."""
+    """Return (start_s, share attained) of slices (start_s, requests, attained), joined until each
+    has enough requests.
+    """
     found: list[tuple[float, float]] = []
     start_s, requests, attained = 0.0, 0, 0
     for slice_s, count, good in slices:

@@ -27,7 +27,9 @@ from rose.simulation.fleet.hybrid_pool import LibraPolicy, RlboostPolicy
 
 
 class Borrows(StrEnum):
-    """Resources of the serving cluster that a policy uses."""
+    """Resources of the serving cluster that a policy borrows: none, guests beside hosts, or whole
+    cards.
+    """
 
     NOTHING = "nothing"
     GUESTS = "guests"
@@ -35,7 +37,9 @@ class Borrows(StrEnum):
 
 
 class Hybrid(StrEnum):
-    """Times at which training cards roll out."""
+    """Times at which training cards roll out: never, in the rollout phase, or for a window of
+    it.
+    """
 
     NEVER = "never"
     ROLLOUT = "rollout"
@@ -44,7 +48,11 @@ class Hybrid(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PolicySetup:
-    """One policy with all that belongs to it; hedges: second copies that a group may have."""
+    """Policy of a run: its leasing policy, what it borrows, its guards' pressure policy, and its
+    use of training cards.
+
+    hedges: number of second copies of turns that a group may have.
+    """
 
     name: str
     leasing: Callable[[], Policy]
@@ -73,7 +81,7 @@ POLICIES: Mapping[str, PolicySetup] = MappingProxyType(
 
 
 def setup_of(name: str) -> PolicySetup:
-    """A policy by its name. Raises ConfigError for an unknown one."""
+    """Return the policy of this name. Raises ConfigError for an unknown one."""
     if name not in POLICIES:
         raise ConfigError(f"there is no policy {name!r}; {_hint(name, list(POLICIES))}")
     return POLICIES[name]
@@ -117,13 +125,15 @@ SETTINGS = (
 
 
 def usual_value(name: str) -> float:
-    """Return the production value of a constant of `CONSTANTS`."""
+    """Return the value that production has for a constant of `CONSTANTS`."""
     module, attribute = CONSTANTS[name]
     return float(getattr(module, attribute))
 
 
 def check_options(options: Iterable[str]) -> None:
-    """Raise ConfigError for a name that means nothing, with the nearest that does."""
+    """Raise ConfigError, with the nearest known name, if a name is neither a constant nor a
+    setting.
+    """
     known = [*CONSTANTS, *SETTINGS]
     for name in options:
         if name not in known:
@@ -132,7 +142,10 @@ def check_options(options: Iterable[str]) -> None:
 
 @contextmanager
 def tuned(options: Mapping[str, float]) -> Iterator[None]:
-    """Run with other constants in production's modules; they are as they were afterwards."""
+    """Run the block with other constants in production's modules, and restore them afterwards.
+
+    Other names are ignored.
+    """
     changed = {CONSTANTS[name]: value for name, value in options.items() if name in CONSTANTS}
     before = {constant: getattr(*constant) for constant in changed}
     try:

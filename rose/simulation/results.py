@@ -36,7 +36,7 @@ class StepResult:
 
     @property
     def seconds(self) -> float:
-        """Duration of the whole step."""
+        """Duration of the whole step in seconds."""
         return self.ended_s - self.started_s
 
 
@@ -56,7 +56,9 @@ class UseSlice:
 
 @dataclass(frozen=True, slots=True)
 class SloSlice:
-    """Users' requests that ended in one slice of time; attained of them met all targets."""
+    """Number of users' requests that ended in one slice of time, and how many of them met all
+    targets.
+    """
 
     start_s: float
     requests: int
@@ -65,7 +67,7 @@ class SloSlice:
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of a figure; all 0 if `count` is 0."""
+    """Count, mean, percentiles and maximum of a figure; all 0 if `count` is 0."""
 
     count: int
     mean: float
@@ -77,7 +79,9 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class UserLatencies:
-    """Latencies of users."""
+    """Latencies of users' requests: percentiles of TTFT and TPOT, and how many requests met their
+    targets, over time too.
+    """
 
     requests: int
     attained: int
@@ -121,7 +125,7 @@ class RunResult:
 
     @classmethod
     def of_steps(cls, steps: Sequence[StepResult], **figures: Any) -> "RunResult":  # noqa: ANN401
-        """Return the result with the rates of its steps; figures: all other fields."""
+        """Return the result with rates computed from its steps. figures: all other fields."""
         # The first one waits for leases and caches that are there ever after.
         counted = steps[1:] or steps
         took_s = sum(step.seconds for step in counted)
@@ -134,12 +138,15 @@ class RunResult:
         )
 
     def to_json(self) -> str:
-        """One JSON object. Raises ValueError for a figure that is not finite."""
+        """Return the result as one JSON object.
+
+        Raises ValueError for a figure that is not finite.
+        """
         return json.dumps(asdict(self), indent=2, allow_nan=False)
 
 
 def percentiles(values: Sequence[float]) -> Percentiles:
-    """Return percentiles by the nearest rank; all 0 without values."""
+    """Return count, mean, maximum and percentiles by the nearest rank; all 0 without values."""
     if not values:
         return Percentiles(0, 0.0, 0.0, 0.0, 0.0, 0.0)
     ordered = sorted(values)
@@ -152,7 +159,9 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 
 
 class LatencyBook:
-    """Latencies of users' requests, against their targets."""
+    """Collector of users' latencies, compared with their targets, in slices of `slice_s`
+    seconds.
+    """
 
     def __init__(self, slo: SloSpec, slice_s: float) -> None:
         self._slo = slo
@@ -162,7 +171,7 @@ class LatencyBook:
         self._tpot_s = array("d")
 
     def served(self, at_s: float, ttft_s: float, tpot_s: float | None) -> None:
-        """Count a request at that time; tpot_s: None for an answer of one token."""
+        """Count a request that was served at `at_s`. tpot_s: None for an answer of one token."""
         attained = ttft_s <= self._slo.ttft_s and (tpot_s or 0.0) <= self._slo.tpot_s
         self._ttft_s.append(ttft_s)
         if tpot_s is not None:
@@ -172,7 +181,9 @@ class LatencyBook:
         counts[1] += attained
 
     def latencies(self) -> UserLatencies:
-        """Return the latencies of all requests so far."""
+        """Return percentiles and attainment of all requests so far, and the attainment of each
+        slice.
+        """
         series = tuple(
             SloSlice(number * self._slice_s, requests, attained)
             for number, (requests, attained) in sorted(self._slices.items())

@@ -55,7 +55,10 @@ INSTANCE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """One run that is asked for; options: constants and settings other than the usual."""
+    """Request for one run: scenario, policy and seed.
+
+    options: constants and settings other than the usual.
+    """
 
     scenario: Scenario
     policy: str
@@ -64,7 +67,10 @@ class SimulatedRun:
 
 
 def carry_out(asked: SimulatedRun) -> RunResult:
-    """Carry out one run. Raises ConfigError for a policy or option that there is not."""
+    """Simulate one run step by step and return its result.
+
+    Raises ConfigError for an unknown policy or option.
+    """
     options = {**asked.scenario.options, **asked.options}
     check_options(options)
     with tuned(options):
@@ -85,10 +91,11 @@ def carry_out(asked: SimulatedRun) -> RunResult:
 def run_all(
     asked: Sequence[SimulatedRun], workers: int | None = None, ray_address: str | None = None
 ) -> Iterator[RunResult]:
-    """Run all, `workers` at once (None: as many as this machine has cores).
+    """Yield the results of all runs in the order of the requests; `workers` run at once (None: one
+    for each core).
 
-    ray_address: of a Ray cluster, or `local`; None for processes. Raises ConfigError where Ray is
-    asked for and not installed.
+    ray_address: address of a Ray cluster, or `local`; None for processes of this machine. Raises
+    ConfigError if Ray is asked for and not installed.
     """
     if ray_address is not None:
         yield from _on_ray(asked, ray_address)
@@ -120,7 +127,7 @@ def _on_ray(asked: Sequence[SimulatedRun], address: str) -> Iterator[RunResult]:
 
 
 class Simulation:
-    """A cluster under one policy."""
+    """Cluster of a scenario under one policy, built on the event loop `loop`."""
 
     def __init__(self, asked: SimulatedRun, loop: VirtualLoop) -> None:
         scenario = self._scenario = asked.scenario
@@ -184,7 +191,9 @@ class Simulation:
         self.queue.every_s(self._scenario.slice_s, self._sample)
 
     def _nodes_of(self, engines: int, cards: int, *, far: bool) -> Iterator[ModelledNode]:
-        """Yield the node of each of so many engines."""
+        """Yield the node of each of so many engines; a new node is made when NODE_CARDS cards are
+        taken.
+        """
         for index in range(engines):
             if index % max(1, NODE_CARDS // cards) == 0:
                 node = ModelledNode(len(self.nodes) + 1, self._say, self._transfer, far=far)
@@ -197,7 +206,7 @@ class Simulation:
     def _plain_replicas(
         self, names: Sequence[str], spec: EngineFigures, *, up: bool
     ) -> list[ModelledCard]:
-        """Build replicas on cards of their own, beside the trainer."""
+        """Add dedicated replicas on cards of their own, beside the trainer; return their cards."""
         cards = [ModelledCard(self.queue) for _ in names]
         nodes = self._nodes_of(len(names), spec.cards, far=False)
         for name, card, node in zip(names, cards, nodes, strict=True):
@@ -265,7 +274,9 @@ class Simulation:
     def _add_instance(
         self, node: ModelledNode, index: int, card: ModelledCard, guest: EngineFigures
     ) -> None:
-        """Add a whole card that users do not need: all its memory is the instance's."""
+        """Add a replica that gets a whole card whenever users do not need it, with all its
+        memory.
+        """
         dedicated = self._scenario.cluster.dedicated.engine
         same = (guest.cards, guest.model) == (dedicated.cards, dedicated.model)
         name = f"instance-{index}"
@@ -274,7 +285,9 @@ class Simulation:
         self._boots.append(0)
 
     def _card_changed(self, index: int, free: bool) -> None:
-        """Start an engine on a host's card that the autoscaler freed, or give the card back now."""
+        """Schedule an engine's start on a host's card that the autoscaler freed, or end the engine
+        at once.
+        """
         replica = self._instances[index]
         node = replica.node
         self._boots[index] += 1
@@ -301,7 +314,9 @@ class Simulation:
         self.trainer.activated(replica.version)
 
     def _busy_s(self) -> tuple[float, float, float, float]:
-        """Return busy seconds of all hosts, guests and dedicated cards, and of a training card."""
+        """Return busy seconds: of all hosts, of all guests, of all dedicated cards, and of one
+        training card.
+        """
         host, guest, dedicated, hybrid = (
             sum(card.busy_until_now_ns(tenant) for card in cards) / NS
             for cards, tenant in (
@@ -333,7 +348,10 @@ class Simulation:
         )
 
     def result(self) -> RunResult:
-        """Return the run's result. Raises ConfigError if the policy has nothing to borrow."""
+        """Return the result of the run so far.
+
+        Raises ConfigError if the policy borrows and there is no serving pool.
+        """
         scenario, trainer, cluster = self._scenario, self.trainer, self._scenario.cluster
         if self._setup.borrows is not Borrows.NOTHING and cluster.serving is None:
             raise ConfigError(f"policy {self._setup.name} borrows, and there is no serving pool")

@@ -68,7 +68,7 @@ class HostPool:
 
     @property
     def cards(self) -> int:
-        """Cards of all hosts."""
+        """Number of cards of all hosts."""
         return self.hosts * self.engine.cards
 
 
@@ -81,7 +81,7 @@ class DedicatedReplicas:
 
     @property
     def cards(self) -> int:
-        """Cards of all replicas."""
+        """Number of cards of all replicas."""
         return self.replicas * self.engine.cards
 
 
@@ -114,7 +114,7 @@ class ClusterSpec:
 
     @property
     def cards(self) -> int:
-        """Cards in all."""
+        """Number of cards of hosts, dedicated replicas and trainer."""
         serving = self.serving.cards if self.serving else 0
         return serving + self.dedicated.cards + self.training_cards
 
@@ -160,7 +160,7 @@ class TrainerSpec:
 
     @property
     def batch(self) -> int:
-        """Trajectories of a step."""
+        """Number of trajectories that a step trains on."""
         return self.groups * self.samples
 
     @property
@@ -170,12 +170,12 @@ class TrainerSpec:
 
     @property
     def started_groups(self) -> int:
-        """Groups that a step starts at once."""
+        """Number of groups that a step starts at once, over-sampling included."""
         return math.ceil(self.groups * (1 + self.over_sampling)) if self.filters else self.groups
 
     @property
     def delta_bytes(self) -> float:
-        """Bytes that a version sends."""
+        """Number of bytes that a version sends."""
         return self.weight_bytes * self.delta_share
 
     def seconds(self, tokens: float) -> float:
@@ -185,9 +185,11 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Input of a run. until_s: it ends there at the latest, though not all steps are done.
+    """Input of a run. until_s: virtual time at which it ends at the latest, with or without all
+    steps done.
 
-    traffic: None for hosts without users. assumptions: sentences that tables print beside figures.
+    traffic: users' requests, None for hosts without users. slice_s: length of the slices of results
+    over time. assumptions: sentences that tables print beside figures.
     """
 
     name: str

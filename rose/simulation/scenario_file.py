@@ -86,7 +86,10 @@ class RolloutsSection(BaseModel):
         return self
 
     def workload(self, folder: Path) -> RolloutWorkload:
-        """Return the episodes. Raises RoseError for a file that is no such sessions."""
+        """Return the workload that the section names.
+
+        Raises RoseError for a file that does not hold sessions.
+        """
         if self.sessions:
             return SessionFile.read(folder / self.sessions)
         return ENVIRONMENTS[self.environment]
@@ -112,7 +115,7 @@ class TrafficSection(BaseModel):
         return self
 
     def workload(self, folder: Path) -> ServingWorkload:
-        """Return the traffic; a trace is read as it is played."""
+        """Return the traffic that the section names; a trace is read only as it is played."""
         if self.trace:
             return TraceTraffic(folder / self.trace, speed=self.speed, repeat=self.repeat)
         usual = AZURE[self.azure]
@@ -120,7 +123,7 @@ class TrafficSection(BaseModel):
 
 
 def _option(name: str) -> str:
-    """Return the name of an option. Raises ValueError for one that means nothing."""
+    """Return the name of an option unchanged. Raises ValueError for an unknown one."""
     try:
         check_options((name,))
     except ConfigError as error:
@@ -129,7 +132,7 @@ def _option(name: str) -> str:
 
 
 def _text(value: object) -> object:
-    """Return a number that stands for a name as it looks."""
+    """Return a number as text, for a name that looks like a number; other values unchanged."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -165,12 +168,12 @@ SECTIONS: Mapping[str, type] = {
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Return the scenario of a file. Raises ConfigError with file, line and key."""
+    """Return the scenario in a YAML or JSON file. Raises ConfigError with file, line and key."""
     return _Reader(path).scenario()
 
 
 class _Reader:
-    """Reader of one file."""
+    """Reader of one scenario file, which knows the line of each value."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -179,7 +182,7 @@ class _Reader:
         self._lines: dict[Keys, int] = {}
 
     def scenario(self) -> Scenario:
-        """Return the file's scenario."""
+        """Return the file's scenario. Raises ConfigError with file, line and key."""
         said = self._tree()
         setup = said.pop("setup", None)
         if setup is not None and str(setup) not in SETUPS:
@@ -214,7 +217,7 @@ class _Reader:
     # ---- the file's values ----
 
     def _tree(self) -> dict[str, Any]:
-        """Return the file's values."""
+        """Return the file's values as a dictionary. Raises ConfigError."""
         try:
             node = yaml.compose(self._path.read_text(encoding="utf-8"), Loader=CoreLoader)
             if node is None:
@@ -235,7 +238,10 @@ class _Reader:
         return said
 
     def _note(self, node: yaml.Node, at: Keys) -> None:
-        """Note the line of each value. Raises ConfigError for a key without one."""
+        """Record the line of each value below a node.
+
+        Raises ConfigError for a key without a value.
+        """
         self._lines[at] = node.start_mark.line + 1
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
@@ -246,7 +252,9 @@ class _Reader:
             raise self._wrong(at, "it has no value")
 
     def _merged(self, said: object, usual: object, at: Keys) -> Any:  # noqa: ANN401
-        """Return what the file says, and for keys of which it says nothing the set-up's values."""
+        """Return the file's values, with the set-up's values for keys that the file does not
+        give.
+        """
         if not isinstance(said, dict):
             return said
         if at[-1:] == ("engine",):
@@ -257,7 +265,9 @@ class _Reader:
         return values | {k: self._merged(v, values.get(k), (*at, str(k))) for k, v in said.items()}
 
     def _engine(self, said: dict[str, Any], usual: object, at: Keys) -> dict[str, Any]:
-        """Return an engine: of a profile, of the published tables, or the set-up's changed."""
+        """Return an engine's fields: of a step profile, of the published tables, or the set-up's
+        with changes.
+        """
         try:
             if "profile" in said:
                 return said | {"profile": read_profile(self._folder / str(said["profile"]))}
@@ -286,7 +296,9 @@ class _Reader:
     # ---- its errors ----
 
     def _wrong(self, at: Keys, what: str) -> ConfigError:
-        """Return the error about a key, with its line, or that of what it should stand in."""
+        """Return the error about a key, with the line of the key or of the nearest section around
+        it.
+        """
         line = next(
             (self._lines[at[:n]] for n in range(len(at), -1, -1) if at[:n] in self._lines), 1
         )
@@ -314,7 +326,9 @@ class _Reader:
 
 
 def _values(usual: object) -> dict[str, Any]:
-    """Return the fields of a dataclass, or a dict itself; {} of anything else."""
+    """Return the fields of a dataclass as a dictionary, a dictionary unchanged, and {} for anything
+    else.
+    """
     if isinstance(usual, dict):
         return usual
     if not is_dataclass(usual):

@@ -66,9 +66,9 @@ SLACK_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """One RL job: its episodes, its cards, and the batch of a step.
+    """RL job: its episodes, its model, its cards, and the batch of a step.
 
-    borrowed_cards: at most so many of the serving cluster.
+    borrowed_cards: the most that it borrows of the serving cluster.
     """
 
     name: str
@@ -84,7 +84,7 @@ class TrainingJob:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """The assumptions that were not measured, a sentence each."""
+        """Sentences on figures of the job that were assumed and not measured."""
         return (
             *self.environment.assumptions,
             f"training: {OPERATIONS} operations per parameter and token at {TRAINING_MFU:.0%} of"
@@ -92,7 +92,10 @@ class TrainingJob:
         )
 
     def trainer(self, steps: int = 5, max_staleness: int = 0) -> TrainerSpec:
-        """Return a GRPO trainer; synchronous unless tokens may be some versions old."""
+        """Return the job's GRPO trainer.
+
+        max_staleness: versions that a token may be behind, 0 for a synchronous trainer.
+        """
         per_token = OPERATIONS * self.parameters / (TRAINING_MFU * PEAK_FLOPS_S)
         return TrainerSpec(
             groups=self.batch // self.group,
@@ -105,9 +108,9 @@ class TrainingJob:
         )
 
     def scaled(self, scale: float) -> "TrainingJob":
-        """Return the job with a share of its cards and batch.
+        """Return the job with this share of its cards and batch.
 
-        Raises ConfigError where a share of them is no whole number.
+        Raises ConfigError if a share of them is no whole number.
         """
         sizes = {
             "rollout_cards": self.rollout_cards * scale,
@@ -149,11 +152,11 @@ SETUPS: Mapping[str, tuple[TrainingJob, Algorithm, int]] = MappingProxyType(
 
 
 def setup_scenario(name: str, steps: int = 3, load: float = 1.0, scale: float = 1.0) -> Scenario:
-    """Return the scenario of a set-up; its serving cluster serves the model that it trains.
+    """Return the scenario of a set-up by name; its hosts serve the same model that the job trains.
 
-    load: requests of users as a multiple of the usual ones. scale: of all cards and of the batch,
-    which leaves each card its share of the work, and a router fewer replicas to choose from. Raises
-    ConfigError where a share of them is no whole number.
+    load: users' requests as a multiple of the usual ones. scale: share of all cards and of the
+    batch, which leaves each card its share of the work, and a router fewer replicas to choose from.
+    Raises ConfigError if a share of them is no whole number.
     """
     whole, algorithm, max_staleness = SETUPS[name]
     job = whole.scaled(scale)
@@ -197,7 +200,9 @@ def setup_scenario(name: str, steps: int = 3, load: float = 1.0, scale: float = 
 def _shared_hosts(
     job: TrainingJob, hosts: int, served: EngineFigures, rollout: EngineFigures
 ) -> HostPool:
-    """Return hosts and guests: both weights and the guest's own KV come off the host's memory."""
+    """Return the pool of hosts with guests; both models' weights and the guest's own KV are taken
+    off the host's memory.
+    """
     own_bytes = GUEST_BASE_SHARE * served.kv_bytes
     left_bytes = served.kv_bytes - rollout.weight_bytes - own_bytes
     host = replace(served, kv_tokens=int(left_bytes // served.kv_bytes_per_token))
@@ -226,7 +231,9 @@ DAPO_OVER_SAMPLING = 2.0
 
 
 def thousand_cards(days: float = 1.0) -> FleetSpec:
-    """Return 800 serving cards (70B, 32B and 8B) and 200 cards of seven jobs, from Monday on."""
+    """Return a fleet of 800 serving cards (70B, 32B and 8B) and 200 cards of seven jobs, from
+    Monday 00:00 for so many days.
+    """
     coding = replace(FROZEN_LAKE_8B, training_cards=24, batch=128, group=8).trainer()
     coding = replace(coding, algorithm=Algorithm.DAPO, over_sampling=DAPO_OVER_SAMPLING)
     return FleetSpec(

@@ -20,7 +20,7 @@ MATTERS = 0.005
 
 
 def median(values: Iterable[float]) -> float:
-    """Median; 0 of nothing."""
+    """Return the median; 0 without values."""
     found = list(values)
     return statistics.median(found) if found else 0.0
 
@@ -32,14 +32,16 @@ def _table(
     names: int = 1,
     spare: tuple[str, ...] = (),
 ) -> Table:
-    """Return a table of rows by their columns, of which the first `names` are no figures."""
+    """Return a table of rows, each a dictionary by column; all but the first `names` columns are
+    figures.
+    """
     columns = tuple(rows[0]) if rows else ()
     texts = tuple(tuple(each.values()) for each in rows)
     return Table(columns, texts, title, frozenset(columns[names:]), spare)
 
 
 def _run_row(result: RunResult, label: str, base: RunResult) -> dict[str, str]:
-    """Return a run as text; X: tokens/s as a multiple of the first run's."""
+    """Return a run's figures as text by column. X: tokens/s as a multiple of `base`'s."""
     steps, users, times = result.steps, result.users, base.tokens_per_s
     return {
         "RUN": label,
@@ -64,7 +66,7 @@ def _run_row(result: RunResult, label: str, base: RunResult) -> dict[str, str]:
 def view(
     results: Sequence[RunResult], label: Callable[[RunResult, int], str], title: str = ""
 ) -> View:
-    """Return all runs, compared with the first."""
+    """Return a view with a row for each run, compared with the first, and the runs' assumptions."""
     rows = [_run_row(each, label(each, at), results[0]) for at, each in enumerate(results)]
     table = _table(rows, title, spare=("GUEST GPU H", "TRAJ P50 S"))
     assumed = _assumed(line for each in results for line in each.assumptions)
@@ -72,12 +74,12 @@ def view(
 
 
 def parts(results: Sequence[RunResult], scenario: Scenario) -> Table:
-    """Return the parts of a step: shares of its time, tokens of guests, its longest episode's
-    bound.
+    """Return a table of each run's step: shares of its time, guests' tokens, and the bound that the
+    longest episode sets.
 
-    EPISODES: at once, on the mean of rollout phases. LONGEST S: the longest episode of a batch,
-    alone on a card, at the median; X AT MOST: by how much shorter rollouts could make the run
-    faster, down to that. Both only if a step waits for its whole batch.
+    EPISODES: mean number at once in rollout phases. LONGEST S: the longest episode of a batch,
+    alone on a card, at the median. X AT MOST: speed-up of the run if rollouts were as short as
+    that. Both are empty unless a step waits for its whole batch.
     """
     # All policies play the same episodes.
     longest_s = cache(partial(longest_alone_s, scenario))
@@ -109,7 +111,7 @@ def parts(results: Sequence[RunResult], scenario: Scenario) -> Table:
 
 
 def plain(result: RunResult) -> dict[str, object]:
-    """Return a run as JSON has it. Raises ValueError for a figure that is not finite."""
+    """Return a run as a dictionary for JSON. Raises ValueError for a figure that is not finite."""
     result.to_json()
     return asdict(result)
 
@@ -119,7 +121,7 @@ def _assumed(lines: Iterable[str]) -> Table:
 
 
 def steps_of(result: RunResult) -> Table:
-    """Return the steps of a run, a row each."""
+    """Return a table with a row for each training step of a run."""
     rows = [
         {
             "STEP": str(step.number),
@@ -137,10 +139,11 @@ def steps_of(result: RunResult) -> Table:
 
 
 def alone_s(episode: RolloutEpisode, engine: EngineFigures) -> float:
-    """Return the seconds of an episode whose engine has nothing else to do and keeps its prefix.
+    """Return the seconds of an episode on an engine that has nothing else to do and keeps its
+    prefix.
 
     Turns of an episode follow each other, and a turn decodes token by token. More cards shorten a
-    rollout phase only down to the longest one's time: what is left above it a policy can gain.
+    rollout phase only down to the longest episode's time, so only the time above it can be gained.
     """
     context, passed_s = 0, 0.0
     for turn in episode.turns:
@@ -155,7 +158,8 @@ def alone_s(episode: RolloutEpisode, engine: EngineFigures) -> float:
 
 
 def longest_alone_s(scenario: Scenario, seed: int, number: int) -> float:
-    """Return the seconds that the longest episode of step `number`'s batch takes alone.
+    """Return the seconds that the longest episode of step `number`'s batch takes alone on an
+    engine.
 
     0 for a trainer that need not wait for all of a batch: asynchronous, over-sampling, or with
     rounds for the tail.
@@ -175,9 +179,10 @@ def longest_alone_s(scenario: Scenario, seed: int, number: int) -> float:
 
 
 def most_gain(steps: Sequence[StepResult], alone: Sequence[float]) -> float:
-    """Return the largest speed-up of these steps by shorter rollouts alone; 0: unknown.
+    """Return the largest factor by which shorter rollouts alone could speed up these steps; 0 if
+    unknown.
 
-    alone: of each step, the seconds of `longest_alone_s`.
+    alone: for each step, the seconds of `longest_alone_s`.
     """
     if not all(alone):
         return 0.0
@@ -190,7 +195,11 @@ def most_gain(steps: Sequence[StepResult], alone: Sequence[float]) -> float:
 
 
 def effects(results: Sequence[RunResult], grid: Sequence[dict[str, float]], seeds: int) -> Table:
-    """Return each constant's effect: throughput and users' attainment, as medians over seeds."""
+    """Return a table of each constant's effect on throughput and users' attainment, as medians over
+    seeds.
+
+    results: of each entry of `grid`, `seeds` runs; the first entry has the usual constants.
+    """
     by_options = [results[at * seeds : (at + 1) * seeds] for at in range(len(grid))]
     usual = by_options[0]
     rows = []
@@ -212,13 +221,15 @@ def effects(results: Sequence[RunResult], grid: Sequence[dict[str, float]], seed
 
 
 def _gain(results: Sequence[RunResult], usual: Sequence[RunResult]) -> float:
-    """Median over seeds of tokens a second as a multiple of the usual, less one."""
+    """Return the median over seeds of the relative gain in tokens per second over the usual."""
     pairs = zip(results, usual, strict=True)
     return median(a.tokens_per_s / b.tokens_per_s - 1 for a, b in pairs if b.tokens_per_s)
 
 
 def _least_attained(results: Sequence[RunResult]) -> float:
-    """Return the least share of users' requests that met their targets, over seeds."""
+    """Return the smallest share of users' requests that met their targets, over seeds; 1 without
+    users.
+    """
     return min((each.users.attainment for each in results if each.users), default=1.0)
 
 
@@ -227,7 +238,9 @@ Results = Mapping[str, Sequence[RunResult]]
 
 @dataclass(frozen=True, slots=True)
 class PaperRow:
-    """One figure of the paper: its range, and ours by `measure`."""
+    """Figure of the ROSE paper: its published range, and the function that measures it in our
+    runs.
+    """
 
     what: str
     low: float
@@ -276,7 +289,7 @@ ROWS = (
 
 
 def paper_rows(name: str, results: Results) -> Table:
-    """Return the paper's figures of a set-up beside ours; results: by policy."""
+    """Return a table of the paper's figures for a set-up beside ours. results: runs by policy."""
     rows = []
     for row in ROWS:
         paper, rose = row.measure(results, "paper"), row.measure(results, "rose")
@@ -293,7 +306,9 @@ def paper_rows(name: str, results: Results) -> Table:
 
 
 def what_if_view(answer: WhatIfAnswer) -> View:
-    """The answer: gains, costs, and what was assumed."""
+    """Return a view of a what-if answer: gains, users' latencies with and without lending, and
+    assumptions.
+    """
     gains = (
         ("users keep the hosts busy", f"{answer.busy:.1%} of the time"),
         ("rollouts could have", f"{answer.lent:.1%} of the cards"),
@@ -329,7 +344,7 @@ def _column(users: UserLatencies) -> tuple[str, ...]:
 
 
 def fleet_view(alone: FleetResult, borrowing: FleetResult) -> View:
-    """Both runs, a row a job."""
+    """Return a view of two runs of a fleet, without and with borrowing, with a row for each job."""
     rows = []
     for before, after in zip(alone.jobs, borrowing.jobs, strict=True):
         gain = after.tokens_per_s / before.tokens_per_s if before.tokens_per_s else 0.0

@@ -23,7 +23,10 @@ HOST, GUEST = 0, 1
 
 
 class ModelledCard:
-    """Runs at most one step of each tenant; busy time is what passes while a step is in it."""
+    """Model of a card that runs at most one step of each tenant; two steps at once share its speed.
+
+    It counts busy time.
+    """
 
     def __init__(self, queue: EventQueue, host_share: float = 0.5) -> None:
         self._queue = queue
@@ -38,11 +41,13 @@ class ModelledCard:
         self._any_ns = self._any_since_ns = 0
 
     def busy(self, tenant: int) -> bool:
-        """Return True if a step of the tenant runs on it."""
+        """Return True if a step of the tenant runs on the card."""
         return self._done[tenant] is not None
 
     def begin(self, tenant: int, seconds: float, done: Call) -> None:
-        """Begin a step that takes so long alone; `done` is called at its end."""
+        """Begin a tenant's step that takes `seconds` alone on the card; `done` is called at its
+        end.
+        """
         assert self._done[tenant] is None, "a tenant has one step at a time"
         now_ns = self._queue.now_ns
         if self._done[1 - tenant] is None:
@@ -59,7 +64,9 @@ class ModelledCard:
             self._plan(tenant, 1.0)
 
     def shorten(self, tenant: int, end_ns: int) -> None:
-        """Let the tenant's work, which has the card alone, end sooner than was said."""
+        """End the running step of a tenant that has the card alone at `end_ns`, sooner than
+        planned.
+        """
         assert self._done[1 - tenant] is None, "the other tenant has a part of the card"
         now_ns = self._queue.now_ns
         self._left_ns[tenant] = float(end_ns - now_ns)
@@ -67,12 +74,14 @@ class ModelledCard:
         self._plan(tenant, 1.0)
 
     def busy_until_now_ns(self, tenant: int) -> int:
-        """Busy time, with that of the step that runs."""
+        """Return the nanoseconds in which the tenant had a step on the card, the running one
+        included.
+        """
         running_ns = self._queue.now_ns - self._began_ns[tenant] if self.busy(tenant) else 0
         return self.busy_ns[tenant] + running_ns
 
     def any_busy_ns(self) -> int:
-        """Time in which it was busy with a step of either tenant, until now."""
+        """Return the nanoseconds in which a step of either tenant was on the card, until now."""
         running = self.busy(HOST) or self.busy(GUEST)
         return self._any_ns + (self._queue.now_ns - self._any_since_ns if running else 0)
 
@@ -112,7 +121,10 @@ class _Shared:
 
 
 class ModelledKv:
-    """KV memory of one engine: `units` of `unit_tokens` each; capacity may change."""
+    """Model of one engine's KV memory: `units` of `unit_tokens` tokens each, used, cached or free.
+
+    Its size may change.
+    """
 
     def __init__(self, units: int, unit_tokens: int) -> None:
         self.units = units
@@ -125,15 +137,17 @@ class ModelledKv:
 
     @property
     def plain(self) -> int:
-        """Units that neither a sequence nor a cached prefix has."""
+        """Number of units that neither a sequence nor a cached prefix has."""
         return self.units - self.used - self.cached
 
     def need(self, tokens: int) -> int:
-        """Units for so many tokens."""
+        """Return the number of units that so many tokens take."""
         return -(-tokens // self.unit_tokens)
 
     def allocate(self, units: int) -> bool:
-        """Take units, evicting prefixes where there are too few; False: there are not enough."""
+        """Take units for a sequence, and evict cached prefixes if too few are free; return False,
+        without a change, if there are not enough.
+        """
         if units > self.units - self.used:
             return False
         while units > self.plain and self._evict():
@@ -142,11 +156,13 @@ class ModelledKv:
         return True
 
     def free(self, units: int) -> None:
-        """Give units back."""
+        """Return a sequence's units to the free ones."""
         self.used -= units
 
     def keep(self, session: str, tokens: int, units: int) -> None:
-        """Units of a sequence that ended hold its session's prefix from now on."""
+        """Move units of an ended sequence to the cache, as its session's prefix; an older prefix of
+        the session is dropped.
+        """
         self.used -= units
         old = self._sessions.pop(session, None)
         if old is not None:
@@ -155,17 +171,20 @@ class ModelledKv:
         self.cached += units
 
     def resume(self, session: str) -> tuple[int, int]:
-        """Take a session's prefix out of the cache: its tokens, and units that are used by now."""
+        """Take a session's prefix out of the cache; return its tokens and units, which now count as
+        used. (0, 0) if there is none.
+        """
         tokens, units = self._sessions.pop(session, (0, 0))
         self.cached -= units
         self.used += units
         return tokens, units
 
     def join(self, prefix: str, tokens: int) -> tuple[int, bool]:
-        """Use a shared prefix: its tokens that are computed already, and whether it is held.
+        """Use a shared prefix: return its tokens that are computed already, and True if it is held
+        for the caller.
 
-        Where it is not there yet, units are taken for it: who joined fills it (`fill`). Not held:
-        there is no room for it.
+        If it is new, units are taken for it, and the caller computes it and calls `fill`. (0,
+        False) means that there is no room for it.
         """
         shared = self._shared.get(prefix)
         if shared is None:
@@ -181,15 +200,17 @@ class ModelledKv:
         return (shared.tokens if shared.filled else 0), True
 
     def fill(self, prefix: str) -> None:
-        """The prefix is computed."""
+        """Mark a shared prefix as computed."""
         self._shared[prefix].filled = True
 
     def shared_units(self, prefix: str) -> int:
-        """Units that the shared prefix has."""
+        """Return the number of units that a shared prefix has."""
         return self._shared[prefix].units
 
     def leave(self, prefix: str) -> None:
-        """A sequence uses the shared prefix no more."""
+        """End one sequence's use of a shared prefix; after the last use it is cached, or dropped if
+        it was never computed.
+        """
         shared = self._shared[prefix]
         shared.users -= 1
         if shared.users == 0:
@@ -200,21 +221,25 @@ class ModelledKv:
                 del self._shared[prefix]
 
     def resize(self, units: int) -> bool:
-        """Have so many units in all; False: sequences use more, and prefixes are all gone."""
+        """Change the number of units, and evict prefixes if needed; return False if sequences use
+        more than that.
+        """
         self.units = units
         while self.plain < 0 and self._evict():
             pass
         return self.plain >= 0
 
     def forget(self) -> None:
-        """Drop all prefixes that nobody uses: weights changed, and old KV belongs to no version."""
+        """Drop all cached prefixes, since the weights changed; shared prefixes in use stay."""
         for prefix in [name for name, each in self._shared.items() if each.users == 0]:
             del self._shared[prefix]
         self._sessions.clear()
         self.cached = 0
 
     def forget_cold(self, units: int) -> None:
-        """Evict up to so many units of prefixes."""
+        """Evict cached prefixes, least recently used first, until `units` units are evicted or none
+        is left.
+        """
         before = self.cached
         while before - self.cached < units and self._evict():
             pass

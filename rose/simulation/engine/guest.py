@@ -30,7 +30,7 @@ _UNITS = 4
 
 
 class ModelledGuest(ModelledEngine):
-    """Guest beside the host whose page this is."""
+    """Model of a guest's engine beside the host that writes the page `page`."""
 
     def __init__(
         self,
@@ -66,15 +66,15 @@ class ModelledGuest(ModelledEngine):
 
     @property
     def mapped(self) -> int:
-        """Granules that have memory."""
+        """Number of KV granules that have memory."""
         return self.granules.count - self.held
 
     def borrowed_bytes(self) -> int:
-        """Bytes beyond its own, which are its host's."""
+        """Return the bytes of KV memory beyond the guest's own, which are lent by its host."""
         return max(0, self.mapped * self.granule_bytes - self.base_bytes)
 
     def state(self) -> GuestState:
-        """Its section of the page."""
+        """Return the guest's section of the control page, as the real engine would write it."""
         return GuestState(
             step_seq=self.steps,
             in_step=self.in_step,
@@ -92,7 +92,9 @@ class ModelledGuest(ModelledEngine):
         )
 
     def heard(self) -> None:
-        """The host published: it may be this guest's turn, which it sees when it asks again."""
+        """Schedule a question to the gate after the host published, `wake_s` later, if the guest
+        waits to begin a step.
+        """
         if self._asks or self.in_step or not (self.waiting or self.prefilling or self.decoding):
             return
         if not self._wake_s:
@@ -106,13 +108,17 @@ class ModelledGuest(ModelledEngine):
         self.wake()
 
     def granted(self, grant: Grant) -> None:
-        """The guard wrote a grant: give memory back, or take some, and go on."""
+        """Fit KV memory to a new grant, and begin a step if it allows one; during a step nothing is
+        done.
+        """
         if not self.in_step:
             self._fit(grant)
             self.wake()
 
     def allowed(self) -> tuple[int, int] | None:
-        """Return the gate's answer."""
+        """Return the tokens and sequences that the gate allows a step now; None if it refuses, or
+        memory does not fit the grant.
+        """
         grant, now_ns = self.page.grant, self.queue.now_ns
         if grant is None:
             return None
@@ -128,18 +134,20 @@ class ModelledGuest(ModelledEngine):
         return tokens, min(verdict.max_sequences, self.spec.max_sequences)
 
     def ended(self, work: StepWork, took_ns: int) -> None:
-        """Learn from the step."""
+        """Correct the step model by the time that a step took."""
         self.model = self.model.observed(
             work.tokens, work.sequences, took_ns / 1e9, work.context_tokens
         )
 
     def give_back(self, granules: int) -> None:
-        """Free so many granules now, for a reclaim."""
+        """Free up to so many granules now, all but one at most, for a reclaim; during a step
+        nothing is done.
+        """
         if granules > 0 and not self.in_step:
             self._shrink(min(granules, self.mapped - 1))
 
     def _fit(self, grant: Grant) -> bool:
-        """Bring KV memory to what the grant allows; True when a step may begin."""
+        """Shrink or grow KV memory to the grant's cap; return True if it is within the cap."""
         now_ns = self.queue.now_ns
         self._cap = cap_in_force(grant, now_ns, self.limits, self._cap)
         over = granules_over(self._cap, self.granules, self.held)
@@ -176,7 +184,9 @@ class ModelledGuest(ModelledEngine):
                 self.preempt(next(reversed(self.prefilling or self.decoding)))
 
     def _packed(self) -> tuple[list[Rollout], list[GranuleUse]]:
-        """Return the place of blocks if all were packed from the first granule on."""
+        """Return each sequence's blocks and each granule's use, as if all blocks were packed from
+        the first granule on.
+        """
         rollouts: list[Rollout] = []
         at = 0
         for sequence in [*self.decoding, *self.prefilling]:
@@ -195,7 +205,9 @@ class ModelledGuest(ModelledEngine):
         return rollouts, uses
 
     def _hand_back(self) -> None:
-        """End what does not fit, were it alone here: it goes on elsewhere."""
+        """Abort waiting sequences that would not fit even alone, with reason "revoked": they
+        continue elsewhere.
+        """
         most = self.kv.units * self.kv.unit_tokens
         doomed = [each for each in self.waiting if each.context + 1 > most]
         for sequence in doomed:

@@ -33,7 +33,9 @@ _BEAT_NS = NS // 4
 
 
 class ModelledPage:
-    """Host section, seat and grant of one host."""
+    """Control page of one host, without shared memory: its state, its seat and its guest's
+    grant.
+    """
 
     def __init__(self, now_ns: int) -> None:
         self.host = HostState(heartbeat_ns=now_ns)
@@ -43,12 +45,14 @@ class ModelledPage:
         self._beat_ns = -1
 
     def publish(self, state: HostState) -> None:
-        """The host writes its section."""
+        """Replace the host's section by a new state."""
         self.host = state
         self._view = None
 
     def view(self, now_ns: int) -> HostView:
-        """One look at host and seat; the seat beats four times a second."""
+        """Return the host's state and seat as a reader sees them; the seat beats four times a
+        second.
+        """
         beat_ns = now_ns - now_ns % _BEAT_NS
         if self._view is None or beat_ns != self._beat_ns:
             self._beat_ns = beat_ns
@@ -58,7 +62,7 @@ class ModelledPage:
 
 
 class _ServedRequest:
-    """One request at a host; owner of its sequence."""
+    """User's request at a host, and the owner of its sequence."""
 
     __slots__ = ("arrival_ns", "first_ns", "host", "sequence")
 
@@ -75,11 +79,13 @@ class _ServedRequest:
         self.host.finished(self, now_ns)
 
     def aborted(self, reason: str) -> None:
-        """Nobody ends a user's request."""
+        """Do nothing: a host's requests are never aborted."""
 
 
 class ModelledHost(ModelledEngine):
-    """Host `index` of a pool."""
+    """Model of a serving engine with number `index` in its pool, which serves users and may lend KV
+    memory.
+    """
 
     def __init__(
         self,
@@ -91,7 +97,7 @@ class ModelledHost(ModelledEngine):
         users: LatencyBook,
         lending: LendingLimits | None,
     ) -> None:
-        """`lending`: None for a host without a guest, whose page nobody reads."""
+        """Create the host. lending: None for a host without a guest, which publishes no page."""
         alone = lending is None
         super().__init__(f"host-{index}", spec, queue, card, HOST, UNIT_TOKENS, leaps=alone)
         self.index = index
@@ -119,7 +125,7 @@ class ModelledHost(ModelledEngine):
             queue.every_s(_LOOK_S, self._look)
 
     def serve(self, request: UserRequest) -> None:
-        """A user's request arrived."""
+        """Take in a user's request that arrives now."""
         mine = _ServedRequest(self, request, f"r{next(self._ids)}")
         if self._lender is None:
             self.submit(mine.sequence)
@@ -132,7 +138,7 @@ class ModelledHost(ModelledEngine):
             self._publish()
 
     def finished(self, request: _ServedRequest, now_ns: int) -> None:
-        """A request has its last token."""
+        """Record the latencies of a request that has its last token."""
         sequence = request.sequence
         if self._requests.pop(sequence.id, None) is not None:
             self._gone.append(sequence.id)
@@ -147,7 +153,7 @@ class ModelledHost(ModelledEngine):
     # ---- steps ----
 
     def begun(self, work: StepWork) -> None:
-        """Note what is in the step, and publish."""
+        """Record the prompts in the step, and publish the page."""
         if self._lender is None:
             return
         assert self._step is not None
@@ -157,7 +163,7 @@ class ModelledHost(ModelledEngine):
         self._publish()
 
     def ended(self, work: StepWork, took_ns: int) -> None:
-        """Keep deadlines, lend or take back, publish."""
+        """Update deadlines, lend or take back KV memory, and publish if idle."""
         if self._lender is None:
             return
         self._deadlines.stepped(self.queue.now_ns, self._scheduled, self._has_token)
@@ -174,7 +180,7 @@ class ModelledHost(ModelledEngine):
             self._publish()
 
     def preempt(self, sequence: Sequence, *, counts: bool = True) -> None:
-        """Preempt as the engine does; the sequence is in no step any more."""
+        """Preempt a sequence as the engine does, and remove it from the step's requests."""
         super().preempt(sequence, counts=counts)
         self._scheduled.pop(sequence.id, None)
 
@@ -212,7 +218,7 @@ class ModelledHost(ModelledEngine):
     # ---- lending ----
 
     def lent_bytes(self) -> int:
-        """Memory that a guest may have pages on now."""
+        """Return the bytes of KV memory that are lent now, on which a guest may have pages."""
         return self.lent * self.granule_bytes
 
     def _free(self) -> KvFree:
@@ -224,7 +230,7 @@ class ModelledHost(ModelledEngine):
         return max(self._lender.missing(self._free()), self._wanted)
 
     def _look(self) -> None:
-        """An idle host looks at what it lends in empty steps."""
+        """Change what an idle host lends, between its steps, and publish if that changed."""
         if self.idle or self._wanted:
             before = self.lent, self._wanted
             self._lend(idle=self.idle)

@@ -42,7 +42,8 @@ _ENDS = {"revoked": End.REVOKED, "broken": End.BROKEN}
 
 @dataclass(frozen=True, slots=True)
 class AskedTurn:
-    """One turn as a trajectory asks for it; output_tokens is what the model will make.
+    """Turn that a trajectory asks for. output_tokens: what the model will make, unknown to the
+    gateway.
 
     budget_tokens: the most that it may make, which is all that gateway and router know.
     """
@@ -58,7 +59,7 @@ class AskedTurn:
 
 
 class ModelledAttempt:
-    """One attempt at a turn on a modelled engine, in the place of a streamed request."""
+    """Attempt at a turn on a modelled engine, in the place of a streamed HTTP request."""
 
     def __init__(self, gateway: "ModelledGateway", turn: TurnAttempts, live: LiveAttempt) -> None:
         self._gateway = gateway
@@ -87,7 +88,9 @@ class ModelledAttempt:
         )
 
     async def run(self, upstream: Upstream) -> Ending:
-        """Have it made; how it ended. As `AttemptStream.run` does it."""
+        """Run the attempt on its replica; return how it ended and why, as `AttemptStream.run`
+        does.
+        """
         del upstream
         end: End | None = None
         try:
@@ -104,7 +107,7 @@ class ModelledAttempt:
         return await self._over if self._begin() else (End.REFUSED, "it takes no turns")
 
     def look(self) -> None:
-        """Journal what came since the last look."""
+        """Journal the tokens that were made since the last look."""
         replica = self.replica
         if replica is None:
             return
@@ -125,11 +128,13 @@ class ModelledAttempt:
     # ---- owner of the sequence ----
 
     def first_token(self, now_ns: int) -> None:
-        """Its first token came."""
+        """Journal the first token."""
         self.look()
 
     def finished(self, now_ns: int) -> None:
-        """Its last token came."""
+        """Journal the last tokens, deliver the turn, free its place in the dispatcher, and end the
+        attempt.
+        """
         self.look()
         # The turn is complete: it is handed over and its place freed before anything else.
         self._live.task = None
@@ -138,7 +143,7 @@ class ModelledAttempt:
         self._settle((End.FINISHED, "stop"))
 
     def aborted(self, reason: str) -> None:
-        """Its engine ended it."""
+        """Journal the tokens made, and end the attempt as revoked or broken."""
         self.look()
         self._settle((_ENDS[reason], reason))
 
@@ -169,14 +174,14 @@ class ModelledAttempt:
                 self.replica.engine.abort(self._sequence)
 
     def activated(self) -> None:
-        """Its replica has another version: tokens from here on are of that one."""
+        """Journal the tokens made so far; later ones are of the replica's new version."""
         self.look()
         if self.replica is not None:
             self._version = self.replica.version
 
 
 class ModelledRunner(TurnRunner):
-    """Production's runner, with modelled attempts."""
+    """Production's TurnRunner whose attempts are modelled."""
 
     gateway: "ModelledGateway"
 
@@ -185,7 +190,7 @@ class ModelledRunner(TurnRunner):
 
 
 class ModelledGateway:
-    """Gateway process: `make` a turn; `set_table` takes what the scheduler publishes."""
+    """Model of the gateway process, made of production's dispatcher, runner and hedging."""
 
     def __init__(self, queue: EventQueue, say: Callable[[Event], None]) -> None:
         self.replicas: dict[str, ModelledReplica] = {}
@@ -208,17 +213,21 @@ class ModelledGateway:
         self._runner.gateway = self
 
     def start(self) -> None:
-        """Begin to sweep, and to report demand."""
+        """Schedule the sweeps and the demand reports."""
         self._queue.every_s(SWEEP_S, self._sweep, 0.0011)
         self._queue.every_s(DEMAND_S, self._report, 0.0017)
 
     def set_table(self, table: pb.ReplicaTable) -> None:
-        """The scheduler's table."""
+        """Give the dispatcher the table of replicas and jobs that the scheduler published."""
         entries = tuple(entry_of(row) for row in table.replicas)
         self.dispatcher.set_table(entries, tuple(row.job for row in table.jobs))
 
     async def make(self, asked: AskedTurn) -> tuple[int, int]:
-        """Make a turn; return its oldest token's version and guests' tokens. Raises TurnError."""
+        """Run a turn to its end; return the oldest version of its tokens, and how many tokens
+        guests made.
+
+        Raises TurnError.
+        """
         request = TurnRequest(
             asked.request_id,
             # A list: each attempt copies it, which takes a range ten times as long.
@@ -241,7 +250,7 @@ class ModelledGateway:
         return min((span.version for span in feed.versions), default=0), borrowed
 
     def activated(self, replica: ModelledReplica) -> None:
-        """A replica changed versions: what it makes from here on is of the new one."""
+        """Tell every attempt on a replica that the replica serves another version from now on."""
         for attempt in self.live:
             if attempt.replica is replica:
                 attempt.activated()
@@ -265,4 +274,4 @@ class ModelledGateway:
         return self._queue.now_ns / NS
 
     def _note(self, event: str, **fields: object) -> None:
-        """Write no log."""
+        """Do nothing: the simulation writes no event log."""

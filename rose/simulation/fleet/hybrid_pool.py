@@ -52,18 +52,23 @@ LEAST_WINDOW_S, MOST_WINDOW_S = 5.0, 600.0
 
 
 def is_hybrid(offer: Offer) -> bool:
-    """Return True for a replica on training cards."""
+    """Return True if the offer is of a replica on training cards."""
     return offer.replica.startswith(HYBRID)
 
 
 class LibraPolicy:
-    """Takes every dedicated and hybrid replica that is offered, and gives hybrid ones back as the
-    batch runs out of turns. Cards that train are not offered."""
+    """Leasing policy that takes every dedicated replica, and hybrid ones while they speed rollouts
+    up.
+
+    It gives a hybrid one back when the batch runs out of turns. Cards that train are not offered.
+    """
 
     name = "libra"
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Take while turns need places, give back what the others have room for."""
+        """Return the offers to lease, and at most one hybrid replica to give back because the
+        others have room for its turns.
+        """
         turns = sum(job.cleaned().turns for job in situation.jobs)
         dedicated = [o for o in situation.free if o.kind is ReplicaKind.DEDICATED]
         own = [offer for offer in dedicated if not is_hybrid(offer)]
@@ -87,42 +92,51 @@ class LibraPolicy:
         return LeaseDecision(tuple(take), (Move(last.job, last.offer.replica, why),))
 
     def revoked(self, holding: Holding, held: int, now_s: float) -> None:
-        """Training needs the cards: nothing changes by that."""
+        """Do nothing: training needs the cards, which changes no later decision."""
 
     def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """Costs do not count."""
+        """Do nothing: this policy does not count costs of switches."""
 
 
 def _worth(without: Supply, with_it: Supply, turns: float, gain: float) -> bool:
-    """Return True if one more replica makes rollouts faster by that share."""
+    """Return True if the supply `with_it` is faster than `without` by more than the share `gain`,
+    at so many turns.
+    """
     if turns <= without.count:
         return False
     return with_it.rate_tok_s(turns) > (1 + gain) * without.rate_tok_s(turns)
 
 
 class RlboostPolicy(SpotPolicy):
-    """Takes every preemptible instance, and the training cards while their window is open."""
+    """Leasing policy that takes every preemptible instance, and the training cards while their
+    window is open.
+    """
 
     name = "rlboost"
 
 
 class OffloadWindow:
-    """Seconds of each rollout phase in which the training cards roll out."""
+    """Length of the window at the start of a rollout phase in which training cards roll out; it
+    adapts to past phases.
+    """
 
     def __init__(self) -> None:
         self.window_s = FIRST_WINDOW_S
 
     def step(self, rollout_s: float) -> None:
-        """A rollout phase took so long: longer than the window, the window was too short."""
+        """Adapt the window after a rollout phase of `rollout_s` seconds: grow it if the phase
+        outlasted it, else shrink it.
+        """
         factor = GROW if rollout_s > self.window_s else SHRINK
         self.window_s = min(MOST_WINDOW_S, max(LEAST_WINDOW_S, self.window_s * factor))
 
 
 class ModelledHybridPool:
-    """Replicas of these nodes lie on the trainer's cards.
+    """Replicas of some nodes, on the trainer's own cards, which run while the trainer does not
+    train.
 
-    windowed: for a window that adapts from step to step (`rlboost`); else until the batch is
-    complete or the leasing policy gave them back (`libra`).
+    windowed: they run for a window that adapts from step to step (`rlboost`); else until the batch
+    is complete or the leasing policy gave them back (`libra`).
     """
 
     def __init__(
@@ -142,7 +156,9 @@ class ModelledHybridPool:
         trainer.on_phase = self._changed
 
     def _changed(self, rollout: bool) -> float:
-        """A phase begins; seconds by which training has to wait for its cards."""
+        """Handle the begin of a rollout phase (True) or of training; return the seconds that
+        training waits for its cards.
+        """
         self._phase += 1
         phase = self._phase
         if rollout:
@@ -169,7 +185,7 @@ class ModelledHybridPool:
             self._take_back()
 
     def _take_back(self) -> float:
-        """End what runs there; seconds until the cards can train."""
+        """End all engines on the training cards; return the seconds until the cards can train."""
         blocked = False
         for node, replica in self._replicas:
             if replica.up:

@@ -68,10 +68,11 @@ KEPT_DELTAS = 8
 
 
 class ModelledTransfer:
-    """Versions of one job, from its trainer to two clusters: its own, and one behind the link.
+    """Model of the transfer of one job's versions to two clusters: the trainer's own, and one
+    behind a slow link.
 
-    Each object crosses the slow link once, one after the other, and is passed on inside its cluster
-    while it comes.
+    Objects cross the slow link once, one after the other, and are passed on inside the cluster
+    while they arrive.
     """
 
     def __init__(self, queue: EventQueue, links: Links, base_bytes: int) -> None:
@@ -85,7 +86,9 @@ class ModelledTransfer:
         self.slow_bytes = 0
 
     def publish(self, version: int, parent: int, wire_bytes: int) -> None:
-        """A version is durable at its trainer."""
+        """Add a version that its trainer has made durable; a new base replaces old deltas when one
+        is due.
+        """
         deltas = (*self._catalog.deltas, Published(version, parent, wire_bytes))
         self._catalog = replace(self._catalog, deltas=deltas)
         if self._catalog.base_due():
@@ -93,9 +96,10 @@ class ModelledTransfer:
             self._catalog = Catalog({version: self._base_bytes}, deltas[-KEPT_DELTAS:])
 
     def fetch_s(self, held: int | None, target: int, *, far: bool) -> float:
-        """Seconds from now until a node that holds version `held` has `target`.
+        """Return the seconds from now until a node that holds version `held` has `target`; None
+        holds none.
 
-        far: it is behind the slow link.
+        far: the node is behind the slow link.
         """
         try:
             plan = self._catalog.plan(held, target)
@@ -129,7 +133,7 @@ class ModelledTransfer:
 
 
 class ModelledReplica:
-    """One replica of a node. up: its engine is there from the beginning."""
+    """Replica of a modelled node. up: its engine answers from the beginning."""
 
     def __init__(
         self,
@@ -161,12 +165,12 @@ class ModelledReplica:
             self.engine_up()
 
     def engine_up(self) -> None:
-        """The engine answers, with the model that it began with."""
+        """Record that the engine answers, with the model that it started with."""
         self.up = True
         self.step(EngineUp())
 
     def engine_down(self) -> None:
-        """The engine is gone, with its turns, KV and newer weights."""
+        """Record that the engine has ended, with its turns, its KV memory and its newer weights."""
         self.up = self.admits = self.updating = False
         self.version, self.held_job = 0, ""
         self.engine.abort_all("broken")
@@ -174,12 +178,14 @@ class ModelledReplica:
         self.step(EngineDown())
 
     def lease_epoch(self) -> int | None:
-        """Under which lease turns may run now."""
+        """Return the epoch of the lease under which turns may run now; None without one."""
         status = self.lease.status()
         return status.epoch if status.active(self._queue.now_s) else None
 
     def offer(self) -> Offer:
-        """Return its node's present offer."""
+        """Return the offer that the node makes of this replica now; an unchanged offer is the same
+        object.
+        """
         spec = self.engine.spec
         said = Offer(
             replica=self.name,
@@ -204,7 +210,9 @@ class ModelledReplica:
         return self._offer or said
 
     def step(self, event: LeaseEvent) -> None:
-        """Let the state machine take an event, and carry out what it says."""
+        """Give the lease state machine an event, and carry out its actions and the events that
+        follow.
+        """
         events: list[LeaseEvent] = [event]
         while events:
             for action in self.lease.step(events.pop(), self._queue.now_s):
@@ -230,19 +238,19 @@ class ModelledReplica:
             self._leased_since_s = None
 
     def leased_until_now_s(self) -> float:
-        """Seconds under a lease so far."""
+        """Return the seconds that the replica was under a lease so far."""
         since_s = self._leased_since_s
         return self._leased_s + (self._queue.now_s - since_s if since_s is not None else 0.0)
 
     def activate(self, version: int, job: str, apply_s: float) -> None:
-        """Take a version: the engine pauses, and computes its KV anew."""
+        """Switch to a version: the engine pauses for `apply_s` seconds and computes its KV anew."""
         self.version, self.held_job = version, job
         self.engine.recompute()
         self.engine.pause(apply_s)
 
 
 class ModelledGuard:
-    """Guard of one guest: production's core over the modelled page."""
+    """Guard of one guest: production's core, with the modelled page in place of shared memory."""
 
     def __init__(self, replica: ModelledReplica, guest: ModelledGuest, config: GuardConfig) -> None:
         self._replica = replica
@@ -255,7 +263,9 @@ class ModelledGuard:
         self.reclaims = 0
 
     def tick(self, now_ns: int) -> None:
-        """Write one grant, unless nothing can have changed since a moment ago."""
+        """Write a grant to the page, and advance a reclaim; skipped for an idle guest within
+        IDLE_GUARD_S of the last tick.
+        """
         guest = self._guest
         lease = self._replica.lease_epoch()
         busy = lease is not None and not guest.idle
@@ -306,12 +316,15 @@ class ModelledGuard:
 
 
 class ModelledNode:
-    """One node daemon, on `stream` of the scheduler; `say` hands it an event."""
+    """Model of one node daemon, connected by stream number `stream`.
+
+    say: callback that sends the scheduler an event.
+    """
 
     def __init__(
         self, stream: int, say: Callable[[Event], None], transfer: ModelledTransfer, *, far: bool
     ) -> None:
-        """far: it is behind the slow link."""
+        """Create a node without replicas. far: it is behind the slow link."""
         self.name = f"node-{stream - 1}"
         self.stream = stream
         self.far = far
@@ -327,12 +340,12 @@ class ModelledNode:
     def add(
         self, name: str, kind: ReplicaKind, engine: ModelledEngine, *, up: bool = True
     ) -> ModelledReplica:
-        """Add a replica."""
+        """Add a replica with this engine to the node, and return it."""
         replica = self.replicas[name] = ModelledReplica(self, name, kind, engine, up=up)
         return replica
 
     def start(self) -> None:
-        """Attach, and begin to report."""
+        """Attach to the scheduler, and schedule reports and the guards' ticks."""
         self._say(Attached(self.name, self.stream, cluster="far" if self.far else "near"))
         self.report()
         # Nodes do not speak all at once.
@@ -342,14 +355,16 @@ class ModelledNode:
             self.queue.every_s(GUARD_S, self._guard, 0.0007 * self.stream)
 
     def report(self) -> None:
-        """Offer everything, and let leases run out."""
+        """Expire leases that are over, and send offers of all replicas whose engines are up."""
         for replica in self.replicas.values():
             replica.step(LeaseTick())
         offers = tuple(each.offer() for each in self.replicas.values() if each.up)
         self._say(Offered(self.stream, offers))
 
     def obey(self, command: pb.NodeCommand) -> None:
-        """Carry out one of the scheduler's commands."""
+        """Carry out one command of the scheduler: a lease, renewals, a release, or a new
+        version.
+        """
         match command.WhichOneof("command"):
             case "lease":
                 self._leased(command.lease)
@@ -367,18 +382,20 @@ class ModelledNode:
                     self.catch_up(replica)
 
     def start_engine(self, replica: ModelledReplica) -> None:
-        """Start an engine, which then fetches the newest version."""
+        """Start a replica's engine, which then fetches the newest version."""
         replica.engine_up()
         self.catch_up(replica)
 
     def take_card(self, replica: ModelledReplica, reason: str) -> None:
-        """End a replica's lease and its engine: its card is needed."""
+        """End a replica's lease and its engine, because its card is needed."""
         replica.step(Revoked(reason))
         if replica.up:
             replica.engine_down()
 
     def told(self, replica: ModelledReplica, word: LeaseTakenBack | Ended) -> None:
-        """A replica's lease ended: the scheduler hears of it."""
+        """Tell the scheduler that a replica's lease was taken back, or that a requested drain has
+        ended.
+        """
         if isinstance(word, LeaseTakenBack):
             self._say(TakenBack(self.stream, replica.name, word.epoch, word.reason))
         elif word.asked:
@@ -390,7 +407,9 @@ class ModelledNode:
             replica.step(Granted(lease.epoch, lease.ttl_s))
 
     def catch_up(self, replica: ModelledReplica) -> None:
-        """Fetch the job's newest version and activate it; one at a time."""
+        """Fetch the newest version and activate it on a replica, one version at a time, until it is
+        up to date.
+        """
         if replica.updating or not replica.up or not self._newest:
             return
         job, version = max(self._newest.items(), key=lambda each: each[1])

@@ -33,7 +33,9 @@ STORE_S = 0.002
 
 
 class ModelledScheduler:
-    """Scheduler process: `hear` takes an event, the core's actions go to nodes and gateway."""
+    """Model of the scheduler process: production's core, whose actions go to modelled nodes and the
+    gateway.
+    """
 
     def __init__(
         self,
@@ -50,15 +52,15 @@ class ModelledScheduler:
         self.log: Counter[str] = Counter()
 
     def start(self) -> None:
-        """Begin to tick."""
+        """Schedule the core's ticks."""
         self._queue.every_s(TICK_S, lambda: self._step(Tick()))
 
     def attach(self, node: ModelledNode) -> None:
-        """Commands for the node's stream go to it."""
+        """Send commands for the node's stream to this node from now on."""
         self._nodes[node.stream] = node
 
     def hear(self, event: Event) -> None:
-        """A message is on its way to the scheduler."""
+        """Deliver an event to the core after the latency of a message."""
         self._queue.after_s(self._latency_s, lambda: self._step(event))
 
     def _step(self, event: Event) -> None:

@@ -30,7 +30,10 @@ JOB = "job"
 
 @dataclass(frozen=True, slots=True)
 class PlayedEpisode:
-    """One trajectory that is whole."""
+    """Episode that was played to its end.
+
+    borrowed_tokens: those that guests made. oldest_version: the oldest of its tokens.
+    """
 
     trajectory: RolloutEpisode
     borrowed_tokens: int
@@ -38,11 +41,11 @@ class PlayedEpisode:
 
 
 class VoidRun(Exception):  # noqa: N818 -- no error: nobody waits for the run any more
-    """The run's group starts anew."""
+    """Reason for the end of a run that the buffer cancelled: its group starts anew."""
 
 
 class ModelledTrainer:
-    """One job's trainer; the simulation ends when all its steps are done."""
+    """Model of one job's trainer, which ends the simulation when its last step is done."""
 
     def __init__(
         self,
@@ -54,7 +57,7 @@ class ModelledTrainer:
         transfer: ModelledTransfer,
         hedges: int,
     ) -> None:
-        """hedges: second copies that a group may have."""
+        """Create the trainer. hedges: number of second copies of turns that a group may have."""
         self._spec = spec
         self._workload = workload
         self._seed = seed
@@ -89,24 +92,28 @@ class ModelledTrainer:
         self.filtered = 0
 
     def train_until_now_s(self) -> float:
-        """Seconds in which the training cards trained."""
+        """Return the seconds in which the training cards have trained so far."""
         since_s = self._training_since_s
         return self._trained_s + (self._queue.now_s - since_s if since_s is not None else 0.0)
 
     def buffer_counts(self) -> dict[str, int]:
-        """Counts of the rollout buffer."""
+        """Return the rollout buffer's counts by name: trained, dropped, aged out, deferred,
+        retried.
+        """
         progress = self._buffer.progress()
         names = ("trained", "dropped", "aged_out", "deferred", "retried")
         return {name: getattr(progress, name) for name in names}
 
     def start(self) -> None:
-        """Register the job and begin."""
+        """Register the job with the scheduler and start training."""
         spec = self._spec
         self._say(JobRegistered(JOB, spec.max_staleness))
         self._loop.begin(self._train())
 
     def activated(self, version: int) -> None:
-        """Some replica has the version."""
+        """Record that a replica serves this version; a synchronous trainer waits for the first
+        one.
+        """
         if version >= self._version:
             self._first_active.set()
 
@@ -151,7 +158,9 @@ class ModelledTrainer:
         self._queue.stop()
 
     async def _publish(self, version: int) -> None:
-        """Make a version durable, tell everybody; a synchronous trainer waits for a replica."""
+        """Make a version durable and announce it; a synchronous trainer then waits until a replica
+        serves it.
+        """
         spec = self._spec
         await asyncio.sleep(spec.publish_s)
         size = max(1, round(spec.delta_bytes))
@@ -165,7 +174,9 @@ class ModelledTrainer:
             await self._first_active.wait()
 
     async def _batch(self) -> tuple[list[PlayedEpisode], int]:
-        """A step's episodes; a DAPO-like trainer keeps the groups that teach something."""
+        """Return a step's episodes and the buffer's version of it; a DAPO-like trainer drops groups
+        of equal scores and takes more.
+        """
         spec = self._spec
         groups: list[tuple[PlayedEpisode, ...]] = []
         while True:

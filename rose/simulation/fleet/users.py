@@ -24,7 +24,7 @@ TARGET_SHARE = 0.6
 
 
 class ModelledUsers:
-    """Users' requests on their way to hosts; `serving` of these take new ones."""
+    """Users whose requests go to the least loaded of the first `serving` hosts."""
 
     def __init__(
         self, queue: EventQueue, hosts: Sequence[ModelledHost], requests: Iterator[UserRequest]
@@ -37,7 +37,9 @@ class ModelledUsers:
         self.refused = 0
 
     def start(self) -> None:
-        """Let the next request come when it is due."""
+        """Schedule the next request at its arrival time; each arrival schedules the one after
+        it.
+        """
         request = next(self._requests, None)
         if request is not None:
             due_ns = round(request.arrival_s * 1e9)
@@ -57,10 +59,11 @@ def _load(host: ModelledHost) -> tuple[int, int]:
 
 
 class ModelledAutoscaler:
-    """Says which hosts the traffic needs; `on_change` hears of a host that is freed or needed.
+    """Model of Kubernetes' autoscaler over the hosts: it decides how many of them the traffic
+    needs.
 
-    Kubernetes' rule: replicas × utilisation ÷ target, rounded up; utilisation is the share of time
-    in which a host's card is inside a step of its own, as a GPU's duty cycle is measured.
+    Its rule: replicas × utilisation ÷ target, rounded up; utilisation is the share of time in which
+    a host's card is inside a step of its own, as a GPU's duty cycle is measured.
     """
 
     def __init__(
@@ -70,7 +73,11 @@ class ModelledAutoscaler:
         hosts: Sequence[ModelledHost],
         on_change: Callable[[int, bool], None],
     ) -> None:
-        """on_change: called with the host's index, and whether its card is free."""
+        """Create the autoscaler.
+
+        on_change: called with a host's index, and True when its card becomes free, False when it is
+        needed.
+        """
         self._queue = queue
         self._users = users
         self._hosts = hosts
@@ -80,7 +87,7 @@ class ModelledAutoscaler:
         self._free: set[int] = set()
 
     def start(self) -> None:
-        """Begin to look."""
+        """Schedule a decision every SYNC_S seconds."""
         self._queue.every_s(SYNC_S, self._look, 0.0023)
 
     def _look(self) -> None:

@@ -44,8 +44,9 @@ _POINTS = ((-math.sqrt(3), 1 / 6), (0.0, 2 / 3), (math.sqrt(3), 1 / 6))
 class Deployment:
     """Equal hosts that serve one model's users, and what their operator lends.
 
-    slack_share: of a busy host's slack, 0 for idle time alone. hold: beside how busy a host nothing
-    is lent, None for no limit: a host that decodes for someone all the time is always busy.
+    slack_share: share of a busy host's slack that is lent, 0 for idle time alone. hold: busy share
+    of a host above which nothing is lent, None for no limit; a host that decodes all the time is
+    always busy.
     """
 
     name: str
@@ -58,14 +59,15 @@ class Deployment:
 
     @property
     def cards(self) -> int:
-        """Cards of all hosts."""
+        """Number of cards of all hosts."""
         return self.hosts * self.engine.cards
 
     def lendable(self, time_s: float) -> tuple[float, float]:
-        """(busy share alone, share of a card that a guest would have) at a time of the week.
+        """Return (share of time that a host is busy for users, share of a card that a guest would
+        have) at a time of the week.
 
-        Beside a busy host that is half of it, while the host keeps up at half of its speed and its
-        slack is longer than a guest's step.
+        Beside a busy host a guest has half of the card, while the host keeps up at half of its
+        speed and its slack is longer than a guest's step.
         """
         traffic, busy, lent = self.traffic, 0.0, 0.0
         mix = UserMix(traffic.prompt.mean, traffic.output.mean)
@@ -98,9 +100,10 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True)
 class FleetJob:
-    """One training job: `replicas` engines and `training_cards` of its own; `model` also on guests.
+    """Training job with `replicas` engines and `training_cards` of its own; guests run the same
+    `model`.
 
-    borrowed_cards: at most so many at once. start_s: of the run.
+    borrowed_cards: the most that it borrows at once. start_s: start in seconds from the fleet's.
     """
 
     name: str
@@ -115,13 +118,13 @@ class FleetJob:
 
     @property
     def cards(self) -> int:
-        """Cards of its own."""
+        """Number of cards of the job's own."""
         return self.replicas * self.replica_cards + self.training_cards
 
 
 @dataclass(frozen=True, slots=True)
 class FleetSpec:
-    """A fleet for so many seconds; names of deployments and jobs are their own."""
+    """Input of a fleet's run over `seconds`; names of deployments and of jobs are unique."""
 
     deployments: tuple[Deployment, ...]
     jobs: tuple[FleetJob, ...]
@@ -131,18 +134,20 @@ class FleetSpec:
 
     @property
     def serving_cards(self) -> int:
-        """Cards of all deployments."""
+        """Number of cards of all deployments."""
         return sum(each.cards for each in self.deployments)
 
     @property
     def cards(self) -> int:
-        """All cards."""
+        """Number of cards of all deployments and jobs."""
         return self.serving_cards + sum(each.cards for each in self.jobs)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetHour:
-    """Means of one hour: shares of the serving cards' time."""
+    """Means of one hour, as shares of the serving cards' time: busy for users, lendable, and
+    borrowed.
+    """
 
     start_s: float
     users: float
@@ -164,13 +169,13 @@ class JobResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Over its whole time."""
+        """Trained tokens per second over the job's whole time; 0 for no time."""
         return self.tokens / (self.hours * HOUR_S) if self.hours else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """Result of a fleet. gpu_use: share of all cards' time in a step."""
+    """Result of a fleet's run. gpu_use: share of all cards' time that was inside a step."""
 
     cards: int
     hours: float
@@ -182,7 +187,7 @@ class FleetResult:
     assumptions: tuple[str, ...]
 
     def plain(self) -> dict[str, object]:
-        """Return it in JSON's types."""
+        """Return the result as a dictionary of JSON's types."""
         found = asdict(self)
         for job, plain in zip(self.jobs, found["jobs"], strict=True):
             plain["tokens_per_s"] = job.tokens_per_s
@@ -191,7 +196,7 @@ class FleetResult:
 
 @dataclass(slots=True)
 class _Running:
-    """A job while it runs."""
+    """Totals of a job while it runs."""
 
     job: FleetJob
     step: int = 0
@@ -203,7 +208,7 @@ class _Running:
 
 
 class FleetRun:
-    """One run of a fleet. borrows: whether jobs borrow at all."""
+    """One run of a fleet. borrows: False for jobs that use their own cards alone."""
 
     def __init__(self, spec: FleetSpec, seed: int = 0, *, borrows: bool = True) -> None:
         self._spec, self._seed, self._borrows = spec, seed, borrows
@@ -216,7 +221,7 @@ class FleetRun:
         self._batch = lru_cache(maxsize=BATCHES * max(1, len(spec.jobs)))(self._make_batch)
 
     def run(self) -> FleetResult:
-        """All jobs to the end."""
+        """Run all jobs until the fleet's time is over, and return the result."""
         running = [_Running(job) for job in self._spec.jobs]
         # (time, order, job, hosts to give back to their deployment); ties go by order.
         events: list[tuple[float, int, _Running, str, int]] = []
@@ -236,7 +241,9 @@ class FleetRun:
         return self._result(running)
 
     def _step(self, each: _Running, now_s: float) -> tuple[float, tuple[str, int, float] | None]:
-        """One training step: when the next begins, and the hosts that its rollout gives back."""
+        """Run one training step; return when the next begins, and (deployment, hosts, time) of
+        hosts that it gives back, or None.
+        """
         job, trainer = each.job, each.job.trainer
         deployment, hosts, share = self._borrow(job, now_s)
         number, batch = self._spec.jobs.index(job), each.step % BATCHES
@@ -272,7 +279,9 @@ class FleetRun:
         return now_s + together_s, (deployment, hosts, now_s + phase.seconds)
 
     def _borrow(self, job: FleetJob, now_s: float) -> tuple[str, int, float]:
-        """The deployment that lends most to the job now, how many hosts, and their share."""
+        """Return the deployment that lends most to the job now, its number of hosts, and a guest's
+        share of a card; ("", 0, 0) for none.
+        """
         best = ("", 0, 0.0)
         if not self._borrows:
             return best
@@ -286,7 +295,9 @@ class FleetRun:
         return best
 
     def _guest(self, job: FleetJob, deployment: Deployment) -> EngineFigures | None:
-        """The job's model on one host of the deployment; None where there is no room for it."""
+        """Return the job's engine on one host of the deployment, with the KV memory that fits
+        there; None if there is no room.
+        """
         host = deployment.engine
         try:
             guest = published_engine(job.model, cards=host.cards)
@@ -302,7 +313,7 @@ class FleetRun:
         return self._deployments[name].lendable((quarter + 0.5) * QUARTER_S)
 
     def _make_batch(self, number: int, batch: int) -> tuple[EpisodeBatch, float]:
-        """A step's episodes, and the tokens that it trains on."""
+        """Return one step's episodes, and the number of tokens that it trains on."""
         job = self._spec.jobs[number]
         trainer, rollouts = job.trainer, job.rollouts
         groups = trainer.started_groups
@@ -356,7 +367,7 @@ class FleetRun:
         )
 
     def _hour(self, hour: int, serving: int) -> tuple[float, float]:
-        """(users, lendable): means of an hour over all serving cards."""
+        """Return (users, lendable): means of an hour as shares of all serving cards."""
         users = lendable = 0.0
         quarters = range(int(hour * HOUR_S // QUARTER_S), int((hour + 1) * HOUR_S // QUARTER_S))
         for each in self._spec.deployments:
@@ -367,7 +378,7 @@ class FleetRun:
         return users / max(1, serving), lendable / max(1, serving)
 
     def _count_borrowed(self, start_s: float, end_s: float, amount: float) -> None:
-        """Spread an amount evenly over the hours of a span."""
+        """Add an amount of card seconds to the hours of a span, evenly."""
         span_s = max(1e-9, end_s - start_s)
         last = min(len(self._borrowed_s), math.ceil(end_s / HOUR_S))
         for hour in range(int(start_s // HOUR_S), last):
@@ -384,5 +395,8 @@ def _job_result(each: _Running, seconds: float) -> JobResult:
 
 
 def run_fleet(spec: FleetSpec, seed: int = 0, *, borrows: bool = True) -> FleetResult:
-    """Run a fleet; the same result for the same seed."""
+    """Run a fleet and return its result, which is the same for the same seed.
+
+    borrows: False for jobs that use their own cards alone.
+    """
     return FleetRun(spec, seed, borrows=borrows).run()

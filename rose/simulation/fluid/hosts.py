@@ -52,9 +52,9 @@ _POOL = "pool"
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """Time of a step as a line over its decoding sequences: `base_s` + n × `per_sequence_s`.
+    """Time of an engine's step as a line: `base_s` + n × `per_sequence_s` for n decoding sequences.
 
-    prefill_s_per_token: of a prompt's token, in whatever step it comes.
+    prefill_s_per_token: seconds for each token of a prompt, in whatever step it is computed.
     """
 
     base_s: float
@@ -65,7 +65,10 @@ class StepLine:
     def of(
         cls, profile: StepProfile, context_tokens: float, prefill_per_output: float
     ) -> "StepLine":
-        """Return the line for a mean context; each output token brings `prefill_per_output`."""
+        """Return the line of a step profile at a mean context.
+
+        prefill_per_output: prompt tokens that come with each output token.
+        """
         per_token_s = profile.per_token_s
         return cls(
             profile.base_s,
@@ -76,26 +79,29 @@ class StepLine:
         )
 
     def seconds(self, sequences: float) -> float:
-        """Return the seconds of a step with this many; fractions are means."""
+        """Return the seconds of a step with this many decoding sequences; fractions are means."""
         return self.base_s + self.per_sequence_s * sequences
 
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class UserMix:
-    """Mean lengths of users' requests."""
+    """Mean lengths of users' requests in tokens."""
 
     prompt_tokens: Positive
     output_tokens: Positive
 
     @property
     def context(self) -> float:
-        """Mean tokens of a request's context while it decodes."""
+        """Mean number of tokens in a request's context while it decodes."""
         return self.prompt_tokens + self.output_tokens / 2
 
 
 @dataclass(frozen=True, slots=True)
 class GuestDuty:
-    """Guests at one moment: `duty` of the time they have something to do, in steps of `step_s`."""
+    """Load of guests at one moment.
+
+    duty: share of the time in which they have something to do. step_s: length of their steps.
+    """
 
     duty: float
     step_s: float
@@ -105,10 +111,11 @@ NO_GUEST = GuestDuty(0.0, 0.0)
 
 
 class HostPoolFluid:
-    """Hosts of a pool under users' traffic, advanced by the caller's clock.
+    """Fluid model of equal hosts under users' traffic: the mean number of requests in a host,
+    advanced by the caller's clock.
 
-    `speed`: of the card that the hosts have while they work, below 1 where a guest computes beside
-    them. Requests that no host has room for wait in `queued`.
+    speed: share of the card's speed that the hosts have while they work, below 1 if a guest
+    computes beside them. queued: requests that no host has room for.
     """
 
     def __init__(self, engine: EngineFigures, hosts: float, mix: UserMix) -> None:
@@ -121,7 +128,7 @@ class HostPoolFluid:
         self.serve(mix)
 
     def serve(self, mix: UserMix) -> None:
-        """Requests have these lengths from now on."""
+        """Set the lengths of requests from now on."""
         self.mix = mix
         engine = self._engine
         self._line = StepLine.of(engine.profile, mix.context, 0.0)
@@ -129,12 +136,12 @@ class HostPoolFluid:
 
     @property
     def busy(self) -> float:
-        """Share of a host's time inside a step."""
+        """Share of a host's time that is inside a step."""
         return busy_share(self.in_host, self._hosts)
 
     @property
     def prefill_s(self) -> float:
-        """Seconds of a mean prompt, alone."""
+        """Seconds that a prompt of mean length takes alone."""
         return self.mix.prompt_tokens * self._line.prefill_s_per_token
 
     def step_s(self, speed: float = 1.0) -> float:
@@ -143,13 +150,17 @@ class HostPoolFluid:
         return self._line.seconds(self.in_host / busy if busy > 1e-9 else 1.0) / speed
 
     def token_s(self, speed: float = 1.0) -> float:
-        """Return the seconds of a request's token, with full steps of others' prompts at most."""
+        """Return the mean seconds between two tokens of a request, the prompts of others in its
+        steps included.
+        """
         step_s = self.step_s(speed)
         most_s = self._engine.max_step_tokens * self._line.prefill_s_per_token / speed
         return min(step_s / (1 - self.prefill_share), step_s + most_s)
 
     def stay_s(self, rate_per_s: float, in_host: float, speed: float = 1.0) -> float:
-        """Return how long a request stays, while hosts have `in_host` of them on the average."""
+        """Return the seconds that a request stays in a host, at a rate for each host and a mean
+        number of requests in it.
+        """
         beside = in_host / max(1e-12, busy_share(in_host, self._hosts)) if in_host else 1.0
         step_s = self._line.seconds(max(1.0, beside)) / speed
         prefill_s = self.prefill_s / speed
@@ -157,12 +168,13 @@ class HostPoolFluid:
         return (prefill_s + self.mix.output_tokens * step_s) / (1 - share)
 
     def capacity_rps(self, speed: float = 1.0) -> float:
-        """Most requests a second that a host can serve, its batch as large as it gets."""
+        """Return the most requests per second that one host can serve, with its largest batch."""
         step_s = self._line.seconds(self._most) / speed
         return 1.0 / (self.mix.output_tokens * step_s / self._most + self.prefill_s / speed)
 
     def advance(self, rate_per_s: float, seconds: float, speed: float = 1.0) -> float:
-        """Let `rate_per_s` requests of all hosts come for so long; busy share of that time.
+        """Advance the pool by `seconds` at `rate_per_s` requests for all hosts; return the busy
+        share of that time.
 
         The state relaxes towards its equilibrium at the rate at which requests leave.
         """
@@ -181,7 +193,9 @@ class HostPoolFluid:
         return busy_share(mean, self._hosts)
 
     def settled(self, rate_per_s: float, speed: float = 1.0) -> float:
-        """Requests in a host in the long run, at so many a second for each."""
+        """Return the mean number of requests in a host in the long run, at a rate of `rate_per_s`
+        for each host.
+        """
         if rate_per_s <= 0:
             return 0.0
         settled = self.in_host
@@ -206,7 +220,9 @@ class HostPoolFluid:
 
 
 def busy_share(in_host: float, hosts: float) -> float:
-    """Share of hosts that have at least one of `in_host` × `hosts` requests, spread evenly."""
+    """Return the share of hosts that have at least one request, for a mean of `in_host` requests in
+    a host, spread evenly.
+    """
     mean = in_host * hosts
     if mean <= 0:
         return 0.0
@@ -225,12 +241,12 @@ def busy_share(in_host: float, hosts: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HostMoment:
-    """Hosts of a pool at one moment.
+    """State of a pool's hosts at one moment.
 
-    busy: share of time inside a step; step_s: of a decode step; token_s: of a token, with the steps
-    that others' prompts make longer; speed: of the card that a working
-    host has; guest_step_s: of a guest that computes in the hosts' idle time, 0 without one;
-    queue_s: that a request waits until any host has room for it.
+    busy: share of time inside a step. step_s: length of a decode step. token_s: time of a token,
+    with the steps that others' prompts make longer. speed: of the card that a working host has.
+    guest_step_s: length of the step of a guest that computes in the hosts' idle time, 0 without
+    one. queue_s: wait of a request until any host has room for it.
     """
 
     busy: float
@@ -242,7 +258,9 @@ class HostMoment:
 
 
 class ServingFluid:
-    """Hosts under a stream of requests, advanced window by window."""
+    """Fluid model of a pool's hosts under a stream of requests, advanced window by window; it
+    counts latencies and lent time.
+    """
 
     def __init__(
         self,
@@ -251,7 +269,10 @@ class ServingFluid:
         slice_s: float,
         hold: MaxHostBusy | None = None,
     ) -> None:
-        """hold: of a capacity policy, beside how busy a host nothing is lent; None: no limit."""
+        """Create the model.
+
+        hold: a capacity policy's limit on how busy a host may be to lend; None is no limit.
+        """
         self._pool = pool
         self._requests = requests
         self._next = next(requests, None)
@@ -272,17 +293,19 @@ class ServingFluid:
 
     @property
     def over(self) -> bool:
-        """True if all requests have come."""
+        """True if all requests have arrived."""
         return self._next is None
 
     def share_at(self, time_s: float, guests: GuestDuty) -> float:
-        """Share of a card that a guest has at that time, which never goes back."""
+        """Advance the model to a time, which never goes back; return the share of a card that a
+        guest has then.
+        """
         while self.now_s + WINDOW_S <= time_s:
             self._window(guests)
         return self._share
 
     def advance(self, time_s: float, guests: GuestDuty = NO_GUEST) -> None:
-        """Let time pass until then."""
+        """Advance the model to a time, with these guests."""
         self.share_at(time_s, guests)
 
     @property
@@ -291,7 +314,7 @@ class ServingFluid:
         return self._fluid.mix
 
     def latencies(self) -> UserLatencies:
-        """Return the users' latencies so far."""
+        """Return TTFT, TPOT and attainment of all users' requests so far."""
         return self._book.latencies()
 
     def _window(self, guests: GuestDuty) -> None:
@@ -325,7 +348,10 @@ class ServingFluid:
         self.now_s = end_s
 
     def _serve(self, request: UserRequest, now: HostMoment) -> None:
-        """Take one request, in order of arrival."""
+        """Give one request to the host that is free first, and record its latencies.
+
+        Requests come in order of arrival.
+        """
         engine = self._pool.engine
         self._turn = (self._turn + _GOLDEN) % 1.0
         begin_s = max(request.arrival_s + now.queue_s, self._free_s[0])
@@ -346,14 +372,14 @@ class ServingFluid:
         self._book.served(request.arrival_s, ttft_s, tpot_s)
 
     def _held(self) -> bool:
-        """Return True if production's hold of busy hosts holds this one now."""
+        """Return True if production's hold of busy hosts forbids lending beside this one now."""
         if self._hold is None:
             return False
         self._busy_hold.judge({_POOL: self._hold}, self.now_s)
         return _POOL in self._busy_hold.status()
 
     def _beside_busy(self, guest_step_s: float) -> float:
-        """1 where a guest's step fits into what the gate lends of a busy host's slack, else 0."""
+        """Return 1 if a guest's step fits into the lent share of a busy host's slack, else 0."""
         guest = self._pool.guest
         if guest is None or guest.slack_share <= 0 or guest_step_s <= 0:
             return 0.0

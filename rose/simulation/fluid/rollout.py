@@ -29,13 +29,15 @@ STAY = 1 / (1 - STICKY_MARGIN)
 
 @dataclass(frozen=True, slots=True)
 class FluidPool:
-    """Equal engines that roll out."""
+    """Equal engines that roll out, `count` of them."""
 
     count: float
     engine: EngineFigures
 
     def at(self, context_tokens: float, prefill_per_output: float) -> "FluidEngines":
-        """While their sequences have such contexts, each token of which brings prompt tokens."""
+        """Return the pool's engines at a mean context, when each output token comes with so many
+        prompt tokens.
+        """
         line = StepLine.of(self.engine.profile, context_tokens, prefill_per_output)
         most = min(self.engine.max_sequences, self.engine.kv_tokens / max(1.0, context_tokens))
         return FluidEngines(self.count, line, max(1.0, most))
@@ -43,7 +45,9 @@ class FluidPool:
 
 @dataclass(frozen=True, slots=True)
 class FluidEngines:
-    """Engines of a pool at one moment; each batches at most `most` sequences, the others wait."""
+    """Engines of a pool at one moment; each batches at most `most` sequences, and the others
+    wait.
+    """
 
     count: float
     line: StepLine
@@ -51,17 +55,20 @@ class FluidEngines:
 
     @property
     def full_rate(self) -> float:
-        """Tokens a second of a full batch."""
+        """Tokens per second of one engine with a full batch."""
         return self.most / self.line.seconds(self.most)
 
     def token_s(self, sequences: float) -> float:
-        """Return the seconds of a token of this many sequences in an engine, with the queue."""
+        """Return the seconds between two tokens of a sequence when an engine has this many, its
+        queue included.
+        """
         if sequences > self.most:
             return self.line.seconds(self.most) * sequences / self.most
         return self.line.seconds(max(1.0, sequences))
 
     def in_one(self, token_s: float, share: float = 1.0) -> float:
-        """Sequences in one of them while a token takes `token_s` and it has `share` of its card.
+        """Return the number of sequences in one engine if a token takes `token_s` and the engine
+        has `share` of its card.
 
         A sequence alone takes a step of one, so up to one there may be any number.
         """
@@ -81,8 +88,10 @@ class FluidEngines:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeBatch:
-    """Episodes of a step. Arrays have one value each: tokens to make, environment per token, the
-    context at the beginning and what it grows by for each token made.
+    """Episodes of one training step, as arrays with a value for each episode.
+
+    output_tokens: tokens to make. environment_s: seconds of environment per token. first_context:
+    context at the beginning. growth: tokens by which the context grows for each token made.
     """
 
     output_tokens: Floats
@@ -93,7 +102,10 @@ class EpisodeBatch:
 
     @classmethod
     def of(cls, episodes: Sequence[RolloutEpisode], turn_s: float = 0.0) -> "EpisodeBatch":
-        """Return a batch of at least one episode; turn_s: time of each turn's messages."""
+        """Return the batch of these episodes, at least one.
+
+        turn_s: seconds that each turn's messages take.
+        """
         output = np.array([e.output_tokens for e in episodes], dtype=np.float64)
         waits = np.array([_waits_s(e, turn_s) for e in episodes], dtype=np.float64)
         first = np.array([e.turns[0].observed_tokens for e in episodes], dtype=np.float64)
@@ -110,7 +122,11 @@ def _waits_s(episode: RolloutEpisode, turn_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RolloutPhase:
-    """Result of a phase: its length, the end of each episode, tokens of guests, use."""
+    """Result of a rollout phase. seconds: its length. ends_s: end of each episode. borrowed_tokens:
+    those that guests made.
+
+    dedicated_busy_s, guest_busy_s: seconds that one engine of each kind was busy on the average.
+    """
 
     seconds: float
     ends_s: Floats
@@ -128,11 +144,11 @@ def roll_out(
     slots: int,
     longest_tick_s: float,
 ) -> RolloutPhase:
-    """Run all episodes to their ends.
+    """Run all episodes of a batch to their ends, and return the phase.
 
-    guest_share: of a card that a guest has at a moment of the phase, 0 to 1, with what it has to
-    do. slots: episodes at a time; the rest begin as others end. Raises ValueError when nothing
-    could ever advance.
+    guest_share: called with the phase's time and the guests' load, returns the share of a card (0
+    to 1) that a guest has. slots: episodes at a time; the rest begin as others end. Raises
+    ValueError if no engine could ever advance one.
     """
     size = len(batch.output_tokens)
     left = batch.output_tokens.copy()
@@ -177,7 +193,9 @@ def roll_out(
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Sequences in all dedicated engines, in all guests, and a mean token's time."""
+    """Division of sequences between engines: those in all dedicated engines, those in all guests,
+    and a token's mean time.
+    """
 
     on_dedicated: float
     on_guests: float
@@ -185,20 +203,21 @@ class Placement:
 
     @property
     def borrowed(self) -> float:
-        """Share of sequences that guests have."""
+        """Share of the sequences that guests have."""
         return self.on_guests / max(1e-12, self.on_dedicated + self.on_guests)
 
 
 def place(
     waits: Floats, dedicated: FluidEngines, guests: FluidEngines | None, share: float
 ) -> Placement:
-    """Place as many sequences in engines as are not in their environment.
+    """Return the placement of those sequences that are not in their environment on dedicated
+    engines and guests.
 
     The router offers turns to replicas as they are fast with a full batch, of which guests tell the
     rate of a whole card; a turn stays where its prefix is until elsewhere it is done earlier by a
     margin. So guests have as many sequences as dedicated engines have, but no more than makes a
-    token there take `STAY` times as long. A token takes infinitely long when no engine has
-    anything of a card.
+    token there take `STAY` times as long. A token takes infinitely long when no engine has anything
+    of a card.
     """
     if not dedicated.count:
         return _place_on_guests(waits, guests, share)
@@ -228,7 +247,7 @@ def place(
 
 
 def _place_on_guests(waits: Floats, guests: FluidEngines | None, share: float) -> Placement:
-    """Place all sequences on guests, without a dedicated engine."""
+    """Return the placement of all sequences on guests, for a pool without dedicated engines."""
     if guests is None or not guests.count or share <= 0:
         return Placement(0.0, 0.0, math.inf)
     wanted = float(len(waits))
@@ -244,14 +263,18 @@ def _fits(placed: Placement, waits: Floats) -> bool:
 
 
 def _scaled(placed: Placement, waits: Floats) -> Placement:
-    """Scale numbers down: engines with less than one sequence each had room for more."""
+    """Return the placement with its numbers scaled down to the sequences that are there: engines
+    with less than one each had room for more.
+    """
     wanted = float((placed.token_s / (placed.token_s + waits)).sum())
     scale = wanted / max(1e-12, placed.on_dedicated + placed.on_guests)
     return Placement(placed.on_dedicated * scale, placed.on_guests * scale, placed.token_s)
 
 
 def _tick_s(left: Floats, pace: Floats) -> float:
-    """Return the time until the first episode ends, or a part of what the middle one takes."""
+    """Return the seconds until the first episode ends, or 5% of the median episode's remaining time
+    if that is longer.
+    """
     times = left / pace
     first = float(times.min())
     return max(first, float(np.median(times)) * _TICK_SHARE)

@@ -18,7 +18,7 @@ FIDELITY = "fluid"
 
 
 class FluidRun:
-    """One run of one scenario; `borrows`: whether the guests roll out as well."""
+    """Run of one scenario by the fluid model. borrows: True if guests roll out as well."""
 
     def __init__(self, scenario: Scenario, seed: int = 0, *, borrows: bool = True) -> None:
         cluster, self._trainer = scenario.cluster, scenario.trainer
@@ -42,7 +42,7 @@ class FluidRun:
         self._far_s += links.apply_s
 
     def run(self) -> RunResult:
-        """Run all steps that end by `until_s`."""
+        """Run all training steps that end by the scenario's `until_s`, and return the result."""
         trainer = self._trainer
         ended_s = began_rollout_s = 0.0
         overlapped = trainer.max_staleness > 0
@@ -64,7 +64,9 @@ class FluidRun:
         return self._result(ended_s)
 
     def _batch(self, now_s: float, number: int) -> tuple[list[RolloutEpisode], list[RolloutPhase]]:
-        """Return the episodes that a step trains on, and the phases in which they are made."""
+        """Return the episodes that a step trains on, and the rollout phases in which they are
+        made.
+        """
         trainer = self._trainer
         kept: list[list[RolloutEpisode]] = []
         phases: list[RolloutPhase] = []
@@ -123,7 +125,11 @@ class FluidRun:
         episodes: list[RolloutEpisode],
         phases: list[RolloutPhase],
     ) -> StepResult:
-        """Return a step; times: its beginning, version and batch, and the seconds of training."""
+        """Return a step's result.
+
+        times: its begin, when its version arrived, when its batch was complete, and seconds of
+        training.
+        """
         began_s, synced_s, batched_s, train_s = times
         output = sum(episode.output_tokens for episode in episodes)
         made = sum(float(phase.output_tokens) for phase in phases)
@@ -183,5 +189,7 @@ class FluidRun:
 
 
 def run_fluid(scenario: Scenario, seed: int = 0, *, borrows: bool = True) -> RunResult:
-    """Run a scenario as a fluid; the same result for the same seed."""
+    """Run a scenario by the fluid model and return its result, which is the same for the same
+    seed.
+    """
     return FluidRun(scenario, seed, borrows=borrows).run()

@@ -28,10 +28,11 @@ OVERLOADED = 0.999
 
 @dataclass(frozen=True, slots=True)
 class WhatIfQuestion:
-    """Question of an operator. gpus: that serve `model`; guest: model of the rollouts.
+    """Operator's question: what lending would gain on `gpus` that serve `model`. guest: model of
+    the rollouts.
 
-    cards: of an engine, None for the fewest that a table has. slack_share, hold: of the capacity
-    policy. slo: the promise to users.
+    cards: of an engine, None for the fewest that a table has. slack_share, hold: limits of the
+    capacity policy. slo: latencies promised to users. context: mean tokens of a rollout's context.
     """
 
     gpus: int
@@ -55,10 +56,11 @@ class WhatIfQuestion:
 
 @dataclass(frozen=True, slots=True)
 class WhatIfAnswer:
-    """Answer to the question. Days are of 24 h of such traffic.
+    """Answer to a what-if question; a day is 24 h of such traffic.
 
-    busy: share of its time that a host works for users, alone. lent: share of a card that a guest
-    has. gpu_hours_saved_a_day: time of the same tokens on GPUs of their own.
+    busy: share of its time that a host works for users, without guests. lent: share of a card that
+    a guest has. held: share of time in which the hold forbade lending. gpu_hours_saved_a_day: time
+    that the harvested tokens would take on GPUs of their own.
     """
 
     hosts: int
@@ -77,11 +79,13 @@ class WhatIfAnswer:
 
     @property
     def lost_points(self) -> float:
-        """Percentage points of users' requests that miss their targets only with guests."""
+        """Percentage points of users' requests that meet their targets alone, and miss them with
+        guests.
+        """
         return 100 * (self.alone.attainment - self.lending.attainment)
 
     def plain(self) -> dict[str, object]:
-        """Return it in JSON's types, without the series."""
+        """Return the answer as a dictionary of JSON's types, without the series over time."""
         found = asdict(self) | {"lost_points": self.lost_points}
         del found["use"]
         for name in ("alone", "lending"):
@@ -94,9 +98,11 @@ class WhatIfAnswer:
 def what_if(
     question: WhatIfQuestion, trace: ServingWorkload, slice_s: float = 60.0
 ) -> WhatIfAnswer:
-    """Answer a question for the users of a trace, which is played twice.
+    """Return the answer to a question for the users of a trace, which the fluid model plays twice:
+    without and with guests.
 
-    Raises ConfigError for a cluster that cannot be, RoseError for a file that is no trace.
+    slice_s: length of the slices of use. Raises ConfigError for a cluster that is impossible or a
+    trace that is too short, RoseError for a file that is no trace.
     """
     host = published_engine(question.model, question.card, question.engine, question.cards)
     guest = published_engine(question.guest, question.card, question.engine, host.cards)
@@ -160,7 +166,9 @@ def what_if(
 
 
 def _play(fluid: ServingFluid, guests: GuestDuty, slice_s: float) -> tuple[UseSlice, ...]:
-    """Play a trace to its end; return slices of use."""
+    """Play a fluid model's requests to their end; return the use of the cards in slices of
+    `slice_s`.
+    """
     slices: list[UseSlice] = []
     start_s = busy_s = lent_s = 0.0
     while not fluid.over or fluid.now_s == 0:

@@ -12,24 +12,25 @@ from typing import Protocol
 
 
 class Amount(Protocol):
-    """Distribution of an amount above 0: tokens, seconds, turns."""
+    """Protocol of a distribution of amounts above 0, such as tokens, seconds or turns."""
 
     @property
     def mean(self) -> float:
-        """Expected value."""
+        """Expected value of the distribution."""
         ...
 
     def sample(self, rng: random.Random) -> float:
-        """One value."""
+        """Return one random value."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Amounts by their quantiles: (fraction, amount), from fraction 0 to 1, amounts rising.
+    """Distribution given by its quantiles: pairs (fraction, amount) from fraction 0 to 1, with
+    rising amounts.
 
-    Between two of them the logarithm is uniform. What a trace publishes as a table of percentiles
-    is sampled without a guess at its shape. Raises ValueError for a table that cannot be.
+    Between two of them the logarithm is uniform, so that a published table of percentiles is
+    sampled without a guess at its shape. Raises ValueError for a table that is not such.
     """
 
     table: tuple[tuple[float, float], ...]
@@ -44,14 +45,16 @@ class Quantiles:
 
     @property
     def mean(self) -> float:
-        """Sum over all pieces of their mean: (b − a) ÷ ln(b ÷ a) of a log-uniform one."""
+        """Expected value: the sum over all pieces of (b − a) ÷ ln(b ÷ a), each weighted by its
+        share.
+        """
         total = 0.0
         for (p, a), (q, b) in zip(self.table, self.table[1:], strict=False):
             total += (q - p) * ((b - a) / math.log(b / a) if b > a else a)
         return total
 
     def sample(self, rng: random.Random) -> float:
-        """One amount, by the inverse of the distribution."""
+        """Return one random amount, by the inverse of the distribution."""
         u = rng.random()
         at = bisect_right(self.table, u, key=lambda point: point[0])
         (p, a), (q, b) = self.table[at - 1], self.table[at]
@@ -60,10 +63,11 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """Amounts around `median` whose logarithm has the deviation `sigma`, cut to least..most.
+    """Log-normal distribution around `median`, whose logarithm has the deviation `sigma`, cut to
+    least..most.
 
-    Token counts of prompts, answers and tools have such tails. Raises ValueError for figures that
-    cannot be.
+    Token counts of prompts, answers and tools have such tails. Raises ValueError for impossible
+    figures.
     """
 
     median: float
@@ -79,7 +83,7 @@ class LogNormal:
 
     @property
     def mean(self) -> float:
-        """Mean with both cuts: what lies beyond a cut counts as the cut."""
+        """Expected value with both cuts: what lies beyond a cut counts as the cut."""
         if self.sigma == 0:
             return self.median
         low, high = self._z(self.least), self._z(self.most)
@@ -89,7 +93,7 @@ class LogNormal:
         return self.least * _normal(low) + middle * inside + above
 
     def sample(self, rng: random.Random) -> float:
-        """One amount."""
+        """Return one random amount."""
         drawn = self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0))
         return min(self.most, max(self.least, drawn))
 
@@ -104,5 +108,5 @@ def _normal(z: float) -> float:
 
 
 def whole(amount: Amount, rng: random.Random) -> int:
-    """A sample as a count, at least 1."""
+    """Return one random amount rounded to a whole number, at least 1."""
     return max(1, round(amount.sample(rng)))

@@ -37,9 +37,10 @@ SOLVED_TURNS = 0.6
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTurn:
-    """One turn of a trajectory: it appends `observed_tokens`, then generates `output_tokens`.
+    """Turn of a trajectory: it appends `observed_tokens` to the context, then generates
+    `output_tokens`.
 
-    environment_s: that tools or the environment take after it; 0 after the last turn.
+    environment_s: seconds that tools or the environment take after it; 0 after the last turn.
     """
 
     observed_tokens: int
@@ -49,10 +50,10 @@ class EpisodeTurn:
 
 @dataclass(frozen=True, slots=True)
 class RolloutEpisode:
-    """One episode: the first turn's observation is its prompt.
+    """Episode of several turns; the first turn's observation is its prompt.
 
-    shared_tokens: of the prompt, the same in all trajectories of its group. score: what training
-    on it would be told; DAPO-like filters drop groups whose scores are all equal.
+    shared_tokens: tokens of the prompt that are the same in all trajectories of its group. score:
+    its reward; DAPO-like filters drop groups whose scores are all equal.
     """
 
     turns: tuple[EpisodeTurn, ...]
@@ -61,29 +62,31 @@ class RolloutEpisode:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens generated in all."""
+        """Number of tokens that all its turns generate."""
         return sum(turn.output_tokens for turn in self.turns)
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of its last context: prompt, observations and outputs."""
+        """Number of tokens of its last context: prompt, observations and outputs."""
         return sum(turn.observed_tokens + turn.output_tokens for turn in self.turns)
 
 
 class RolloutWorkload(Protocol):
-    """Episodes of a training job; a prompt that starts anew plays the same ones."""
+    """Protocol of a training job's episodes; a prompt that starts anew plays the same ones."""
 
     def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
-        """Sample `sample` of prompt `prompt`; the same for the same seed, whatever was asked
-        before."""
+        """Return episode number `sample` of a prompt; the same for the same three numbers, in
+        whatever order they are asked.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAmounts:
-    """Distributions of an episode's turns; an episode ends where its context would be longer.
+    """Distributions of an episode's turns; an episode ends before its context would exceed
+    `max_context` tokens.
 
-    pause_s: between two turns, of the environment or a tool.
+    pause_s: seconds of the environment or a tool between two turns.
     """
 
     observed: Amount
@@ -92,7 +95,7 @@ class TurnAmounts:
     max_context: int
 
     def turns(self, prompt_tokens: int, count: int, rng: random.Random) -> tuple[EpisodeTurn, ...]:
-        """Draw at most `count` turns, the first of which observes the prompt."""
+        """Return at most `count` random turns, of which the first observes the prompt."""
         turns, context = list[EpisodeTurn](), 0
         for number in range(count):
             observed = prompt_tokens if number == 0 else whole(self.observed, rng)
@@ -122,7 +125,7 @@ class Environment:
     assumptions: tuple[str, ...]
 
     def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
-        """Return the same episode for the same three numbers."""
+        """Return a random episode, the same for the same three numbers."""
         task = random.Random(f"rose-task/{self.name}/{seed}/{prompt}")  # noqa: S311 - a load
         rng = random.Random(f"rose-episode/{self.name}/{seed}/{prompt}/{sample}")  # noqa: S311
         chance = task.betavariate(self.solved, 1 - self.solved)
@@ -173,9 +176,10 @@ ALFWORLD = Environment(
 
 @dataclass(frozen=True, slots=True)
 class AgenticSessions:
-    """Generated sessions: turns, tokens and pauses are log-normal, so a few are very long.
+    """Workload of generated sessions, whose turns, tokens and pauses are log-normal, so a few are
+    very long.
 
-    shared_tokens: of the prompt, the same in all episodes.
+    shared_tokens: tokens of the prompt that are the same in all episodes.
     """
 
     prompt: Amount
@@ -184,7 +188,7 @@ class AgenticSessions:
     shared_tokens: int
 
     def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
-        """Return the same session for the same three numbers."""
+        """Return a random session as an episode, the same for the same three numbers."""
         task = random.Random(f"rose-agentic/{seed}/{prompt}")  # noqa: S311 - a load
         rng = random.Random(f"rose-agentic/{seed}/{prompt}/{sample}")  # noqa: S311 - as above
         first = min(whole(self.prompt, task), self.each.max_context // 2)
@@ -218,15 +222,17 @@ _KEYS = ("start_s", "input", "output", "think_s", "api_s")
 
 @dataclass(frozen=True, slots=True)
 class SessionFile:
-    """Sessions of a file (JSON lines, plain or gzip) as episodes, all read at once."""
+    """Workload of a file's recorded sessions (JSON lines, plain or gzip) as episodes, all kept in
+    memory.
+    """
 
     episodes: tuple[RolloutEpisode, ...]
 
     @classmethod
     def read(cls, path: Path) -> "SessionFile":
-        """Read every episode of every session.
+        """Return the workload with every episode of every session in a file.
 
-        Raises RoseError, with file, line and key, for a file that is no such sessions.
+        Raises RoseError, with file, line and key, for a file that does not hold sessions.
         """
         found = [
             episode
@@ -238,7 +244,9 @@ class SessionFile:
         return cls(tuple(found))
 
     def trajectory(self, seed: int, prompt: int, sample: int) -> RolloutEpisode:
-        """Return an episode drawn for each sample: no two of the file's share a prompt."""
+        """Return an episode of the file, drawn at random by the three numbers: samples of a prompt
+        do not share it.
+        """
         rng = random.Random(f"rose-session/{seed}/{prompt}/{sample}")  # noqa: S311 - a load
         return self.episodes[rng.randrange(len(self.episodes))]
 
@@ -296,5 +304,5 @@ def _check(where: str, turns: Sequence[tuple[float, int, int, float, float]]) ->
 
 
 def _ended(turns: Sequence[EpisodeTurn]) -> tuple[EpisodeTurn, ...]:
-    """Return the turns without a pause after the last one."""
+    """Return the turns with no environment time after the last one."""
     return (*turns[:-1], replace(turns[-1], environment_s=0.0))

@@ -31,7 +31,9 @@ _MAX_SPREAD = 2.0
 
 @dataclass(frozen=True, slots=True)
 class UserRequest:
-    """One request of a user to the serving cluster; arrival_s: after the beginning."""
+    """User's request to the serving cluster: seconds after the beginning at which it arrives, and
+    its lengths in tokens.
+    """
 
     arrival_s: float
     prompt_tokens: int
@@ -39,10 +41,10 @@ class UserRequest:
 
 
 class ServingWorkload(Protocol):
-    """Traffic of a serving cluster, in order of arrival."""
+    """Protocol of users' traffic to a serving cluster."""
 
     def requests(self, seed: int) -> Iterator[UserRequest]:
-        """The same requests for the same seed; may be endless."""
+        """Yield requests in order of arrival, the same for the same seed; it may never end."""
         ...
 
 
@@ -70,11 +72,11 @@ class DailyShape:
 
     @property
     def highest(self) -> float:
-        """No moment has more."""
+        """Largest multiple of the mean load that any moment of the week has."""
         return self.peak * max(1.0, self.weekend)
 
     def at(self, time_s: float) -> float:
-        """Multiple of the mean load at `time_s` after Monday 00:00."""
+        """Return the multiple of the mean load at `time_s` seconds after Monday 00:00."""
         day = int(time_s // DAY_S) % 7
         factor = self.weekend if day >= 5 else 1.0
         if self.peak == self.valley:
@@ -87,7 +89,9 @@ class DailyShape:
 
 @cache
 def _sharpness(mean: float) -> float:
-    """Return the k for which ((1 + cos) ÷ 2)^k has that mean: Γ(k + ½) ÷ (√π Γ(k + 1))."""
+    """Return the k for which ((1 + cos) ÷ 2)^k has this mean over a day: Γ(k + ½) ÷ (√π Γ(k +
+    1)).
+    """
     low, high = 0.0, 1e4
     for _ in range(_BISECTIONS):
         k = (low + high) / 2
@@ -110,15 +114,16 @@ class Bursts:
 
     @property
     def calm_factor(self) -> float:
-        """Rate of calm as a multiple of the mean."""
+        """Rate of calm phases as a multiple of the mean rate."""
         return 1 / (1 - self.share + self.share * self.ratio)
 
 
 @dataclass(frozen=True, slots=True)
 class BurstyTraffic:
-    """Endless generated traffic of `rate_per_s` requests on the average.
+    """Workload of endless generated requests, `rate_per_s` on the average, in calm phases and
+    bursts.
 
-    start_s: of the week, at which the run begins. Raises ValueError for a rate that cannot be.
+    start_s: seconds of the week at which the run begins. Raises ValueError for an impossible rate.
     """
 
     rate_per_s: float
@@ -133,7 +138,7 @@ class BurstyTraffic:
             raise ValueError(f"rate_per_s is {self.rate_per_s} from {self.start_s} s on")
 
     def requests(self, seed: int) -> Iterator[UserRequest]:
-        """Requests in order of arrival; the same for the same seed."""
+        """Yield requests in order of arrival without end, the same for the same seed."""
         rng = random.Random(f"rose-traffic/{seed}")  # noqa: S311 - a load, not a secret
         lengths = random.Random(f"rose-lengths/{seed}")  # noqa: S311 - as above
         highest = self.day.highest
@@ -149,7 +154,9 @@ class BurstyTraffic:
                     )
 
     def _phases(self, rng: random.Random) -> Iterator[tuple[float, float, float]]:
-        """(begin_s, end_s, mean rate) of calm and bursts in turn."""
+        """Yield (begin_s, end_s, mean rate per second) of calm phases and bursts in turn, without
+        end.
+        """
         bursts = self.bursts
         calm_s = bursts.length_s * (1 - bursts.share) / bursts.share
         bursting, begin_s = rng.random() < bursts.share, 0.0
@@ -177,7 +184,8 @@ class TraceTraffic:
     max_gap_s: float = MAX_GAP_S
 
     def requests(self, seed: int) -> Iterator[UserRequest]:
-        """Requests in order of arrival; a trace is the same for every seed.
+        """Yield a file's requests in order of arrival, the same for every seed; with `repeat`
+        without end.
 
         Raises RoseError, with file, line and key, for a file that is no such trace.
         """
