@@ -97,7 +97,7 @@ def checked_url(url: str, whose: str, schemes: tuple[str, ...] = ("http", "https
     ASCII labels (an international one in its xn-- form); a port is optional. Refused are other
     schemes, credentials, a query, blanks, ports outside 1 to 65535, and more than 2 kB.
     """
-    # The same addresses come again and again: every node's offers, each second.
+    # Nodes offer the same addresses each second, so results are cached.
     if len(url) <= KEPT_URL_CHARS and _is_checked(url, schemes):
         return url
     return _checked(url, whose, schemes)

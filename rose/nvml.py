@@ -210,7 +210,7 @@ class Nvml:
     def _card(self, index: int) -> Card:
         nvml, told, known = self._nvml, self._told, self._known
         at = self._handle(index)
-        # Some users may not read it on a card that is partitioned, which is checked first.
+        # Some users may not read the memory of a partitioned card, which `insist_usable` refuses.
         memory = known(nvml.nvmlDeviceGetMemoryInfo, at)
         version = known(nvml.nvmlSystemGetCudaDriverVersion_v2) or 0
         limit_mw = known(nvml.nvmlDeviceGetEnforcedPowerLimit, at)
@@ -242,13 +242,13 @@ class Nvml:
         Clients of MPS may be in either of the driver's two lists or in both.
         """
         nvml = self._nvml
-        # By version: names without one raise another error if the driver is too old.
+        # Call a versioned name: others raise another error if the driver is too old.
         listed = self._told(nvml.nvmlDeviceGetComputeRunningProcesses_v3, at)
         # Drivers and cards without MPS do not know this question.
         below_mps = self._known(nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, at) or ()
         memory: dict[int, int | None] = {}
         for info in (*listed, *below_mps):
-            # A client has a context at least, so 0 comes from a driver that cannot look.
+            # Each client has at least a context, so 0 means that the driver cannot tell.
             memory[info.pid] = max(memory.get(info.pid) or 0, info.usedGpuMemory or 0) or None
         mps = {info.pid for info in below_mps}
         return tuple(Client(pid, used, pid in mps) for pid, used in memory.items())

@@ -44,7 +44,7 @@ COMMANDS: Final = {
     "audit": ("rose.cli.cluster.audit", "check and read the audit log of a scheduler or node"),
     "usage": ("rose.cli.cluster.usage", "say what hosts lent to whom"),
     "support-bundle": ("rose.cli.machine.support_bundle", "collect what help needs, no secrets"),
-    # Part of the repository alone, with the benchmarks.
+    # The demo is in the repository alone, with the benchmarks.
     "demo": ("bench.demo.cli", "run the whole loop on this machine, report what it proves"),
     "sim": ("rose.simulation.commands", "simulate a cluster with ROSE's own decisions"),
     "doctor": ("rose.cli.machine.doctor", "say what is missing, and how to mend it"),
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output left (`rose status | head`).
+        # The reader of the output has ended (`rose status | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except ModuleNotFoundError as error:

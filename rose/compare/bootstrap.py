@@ -131,7 +131,9 @@ def percentile(values: Floats | Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PairedWindow:
-    """Latencies in seconds of the same replayed arrivals in two arms; index i is one arrival."""
+    """Latencies in seconds of one window's replayed arrivals in two arms; index i of both is the
+    same arrival.
+    """
 
     above: Sequence[float]
     below: Sequence[float]
@@ -174,7 +176,7 @@ def ratio_of_percentiles(windows: Sequence[PairedWindow], percent: float, seed: 
     copies = np.vstack([np.ones(len(windows)), drawn])
     above = _resampled_percentiles([window.above for window in windows], percent, copies)
     below = _resampled_percentiles([window.below for window in windows], percent, copies)
-    # Infinity over infinity says nothing; nor does anything over zero.
+    # A ratio with 0 or infinity below it is not known.
     known = (below > 0) & np.isfinite(below)
     ratios = np.divide(above, below, out=np.full(len(above), math.nan), where=known)
     return Estimate(float(ratios[0]), _interval(ratios[1:], len(windows)))

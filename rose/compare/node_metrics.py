@@ -84,7 +84,7 @@ def reading_of(text: str, host: str = "") -> HostReading:
         _latencies(mine, TPOT),
         _total(mine, REQUESTS, targets="met"),
         _total(mine, REQUESTS, targets="missed"),
-        # Guests' tokens have no host's name.
+        # The counter of guests' tokens has no label of a host.
         _total(found, TOKENS),
     )
 
@@ -128,7 +128,7 @@ def between(earlier: HostReading, later: HostReading) -> HostReading:
         _difference(earlier.tpot, later.tpot),
         _grown(earlier.met, later.met),
         _grown(earlier.missed, later.missed),
-        # A guest that was started anew counts from 0: then its tokens since are what is known.
+        # A restarted guest counts from 0: only its tokens since then are known.
         later.tokens - earlier.tokens if later.tokens >= earlier.tokens else later.tokens,
     )
 

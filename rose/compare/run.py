@@ -29,7 +29,7 @@ DRAIN_S = 60.0
 BACK_S = 30.0
 LOOK_S = 1.0
 MOST_PAIRS = 500
-# Shorter ones are mostly settling, and hold too few requests to say anything.
+# A shorter block has too few requests, and is mostly settling.
 LEAST_BLOCK_S, LONGEST_BLOCK_S = 10.0, 3_600.0
 LEAST_SETTLE_S, LONGEST_SETTLE_S = 1.0, 600.0
 
@@ -209,7 +209,7 @@ class ComparisonRun:
         self._ours(self.lending.switches())
         for guest in list(self._set):
             if self._set[guest] != mode:
-                # Noted first: of a call that was not answered the way back must know as well.
+                # Record it first: a call without an answer may have been carried out.
                 self._set[guest] = mode
                 self.lending.switch(guest, mode)
 
@@ -228,7 +228,7 @@ class ComparisonRun:
         if now.cluster != self.on:
             raise RefusedError("somebody stopped lending meanwhile: the comparison ends")
         for guest, mode in self._set.items():
-            # A new leader has not heard of all of them yet.
+            # A new leader may not know all guests yet.
             if now.guests.get(guest, mode) != mode:
                 raise RefusedError(
                     f"somebody changed the switch of {guest} meanwhile: the comparison ends"

@@ -1,8 +1,8 @@
 """Named tensors of a trainer as the bits of its checkpoint: dtypes, tied names, wrappers' prefixes.
 
-What replicas started with decides: each of its tensors is published, in its dtype. A trainer's own
-name for it may carry what wrappers put in front. Names are one tensor's (tied) only where the
-model's config says so, never since their values are equal: norms of ones are equal too.
+The checkpoint that replicas started with decides: each of its tensors is published, in its dtype.
+A trainer's own name of a tensor may have wrappers' prefixes. Two names are one (tied) tensor only
+if the model's config says so; equal values are no sign of it, since all norms of ones are equal.
 """
 
 import json
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 SHOWN = 4
-# By the last part of their modules' names: one tensor in a model with `tie_word_embeddings`.
+# Modules of input and output embeddings: one tensor in a model with `tie_word_embeddings`.
 _INPUT = ("embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings")
 # Types that master weights are cast to; an 8-bit float needs scales, which only a trainer knows.
 _CAST = ("float64", "float32", "bfloat16", "float16")

@@ -62,7 +62,7 @@ class PolicyPublisher:
         self._base: Mapping[str, TensorBits] | None = None
         self._bits: Mapping[str, TensorBits] | None = None
         self._version = 0
-        # Older ones are of another run of the job.
+        # First version of this run; older ones are another run's.
         self._first = 0
         self._resumed = False
         self.receipts: list[PolicyReceipt] = []
@@ -134,7 +134,7 @@ class PolicyPublisher:
         except Exception as error:  # noqa: BLE001 - raised below, once nobody waits for this rank
             failed = error
         weights = NamedWeights(base, tied=ties_embeddings(self.settings.checkpoint))
-        # Before anything may raise: gathering is collective.
+        # Gather before anything may raise: gathering is collective.
         weights.take(named, keep=rank() == 0 and failed is None)
 
         def work() -> tuple[int, int]:

@@ -31,7 +31,7 @@ from rose.process import launcher
 
 T = TypeVar("T")
 Placement = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-# A node that ended sooner failed: it is not restarted at once.
+# A node that ends sooner has failed: its actor waits before it ends and is restarted.
 SHORT_LIFE_S, PAUSE_S = 30.0, 5.0
 LOOK_S = 0.2
 # Time for Ray to create a process that imports ROSE.
@@ -112,19 +112,21 @@ class _PoolMember:
 
 @dataclass(eq=False)
 class DedicatedPool:
-    """Replicas of one job alone, on resources of a Ray cluster.
+    """Pool of dedicated replicas of one job, on resources of a Ray cluster.
 
-    Use it as a context manager, or `drain` it. It belongs to its driver: its replicas end when that
-    ends, in any way. It starts `replicas` of them; `wait_healthy` waits for their engines.
+    Use it as a context manager, or `drain` it. It belongs to its driver: its replicas end when the
+    driver ends, in any way. It starts `replicas` of them; `wait_healthy` waits for their engines.
 
-    num_gpus, num_cpus: of each replica; 0 GPUs compute on the CPU. node: as in a node's file
-    (docs/node.md), without `node` and `replicas`; each replica has folders of its own in its
+    num_gpus, num_cpus: for each replica; with 0 GPUs it computes on the CPU. node: as in a node's
+    file (docs/node.md), without `node` and `replicas`; each replica has folders of its own in its
     `run_dir` and `log_dir`; `{node}` in paths of its `certificates` is its name. replica: as there,
     without `id`, `kind`, `port` and `device`. proxy: as there, without `host` and `port`, {} with
     certificates; gateways of other machines reach replicas through it, and without one only those
     of their own machine.
+
     placement: of replicas that are started together. With all but PACK Ray has their resources back
-    once the last of them ended. max_restarts: of each actor. timeout_s: of each wait.
+    once the last of them ended. max_restarts: of each actor. timeout_s: seconds of each wait.
+
     Raises `ConfigError`, and `UnavailableError` if Ray has no room.
     """
 

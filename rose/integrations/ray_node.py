@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from rose.errors import ConfigError
 from rose.node.config import NodeConfig
 
-# In the paths of certificates, which are for one node each.
+# Placeholder for the node's name in the paths of certificates.
 NODE_MARK = "{node}"
 _OWN = ("id", "kind", "port", "device")
 _PLACED = ("host", "port")

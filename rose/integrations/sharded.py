@@ -37,7 +37,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _CheckpointFacts:
-    """Facts of the checkpoint that all ranks need: shapes by name, the dtype of weights, sizes."""
+    """Facts of the checkpoint that all ranks need: shapes by name, the one dtype of weights, number
+    of elements, bytes.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     dtype: str

@@ -220,10 +220,11 @@ class RoseWeightTransfer:
 
 
 class PublishCallback(TrainerCallback):  # type: ignore[misc]
-    """Callback that publishes a version as training begins and after every few optimiser steps.
+    """Callback for TRL trainers that publishes a version as training begins and after every few
+    optimiser steps.
 
-    For trainers whose rollout_func asks the gateway itself; a rollout_func beside `use_vllm=True`
-    does not need it. Weights are plain or FSDP2's; adapters are refused.
+    It is for trainers whose rollout_func asks the gateway itself; a rollout_func beside
+    `use_vllm=True` does not need it. Weights are plain or FSDP2's; adapters are refused.
     """
 
     def __init__(self, settings: TrainerSettings, every: int = 1) -> None:

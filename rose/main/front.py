@@ -34,8 +34,7 @@ def main(argv: list[str]) -> int:
     settings = parse_front(argv)
     roots = WeightRoots(settings.weights_roots)
     # The job is registered before the port answers: replicas are leased to it, and trainers wait
-    # for
-    # health before they publish.
+    # for health before they publish.
     with PolicyPublisher(settings.trainer) as publisher:
         asyncio.run(_serve(settings, publisher, roots))
     return 0
@@ -75,7 +74,7 @@ async def listening(
         marker=settings.marker,
         whole_s=settings.whole_s,
     )
-    # No limit here: callers' connections are bounded, and each has one of these.
+    # No limit here: callers' connections are bounded, and each uses one connection to the gateway.
     timeout = aiohttp.ClientTimeout(total=None)
     async with credentials.session([trainer.gateway], 0, timeout) as session:
         forwarding = Forwarding(session, trainer.gateway, trainer.job, settings.silent_s)

@@ -96,7 +96,7 @@ async def _run(config: NodeConfig, *, standby: bool) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, daemon.stop)
-    # Not through the loop: a loop that is stuck in one callback must still obey.
+    # Handle it outside of the loop: a loop that is stuck in a callback must still obey.
     signal.signal(signal.SIGUSR1, lambda *_: daemon.kill())
     try:
         await daemon.run()

@@ -251,7 +251,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 
     Raises `RoseError` if it cannot start or continue.
     """
-    # Before anything that has a deadline: the client takes long to import.
+    # Open it before anything that has a deadline: the client takes long to import.
     api = KubeApi.opened(settings.kubeconfig) if settings.kubernetes else None
     async with contextlib.AsyncExitStack() as stack:
         opened = open_store(settings.store)
@@ -267,7 +267,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         events.listen(metrics.heard)
         handlers = LeaderHandlers(lambda: leadership.address)
         raise_descriptor_limit()
-        # The rest is for its HTTP ports, its store and its logs.
+        # Leave the rest of the descriptors for HTTP ports, store and logs.
         server = make_server(_access(settings, handlers), connections_allowed() * 3 // 4)
         port = _bind(server, settings)
         me = settings.reached_at(port)

@@ -45,9 +45,8 @@ def channel_options() -> tuple[tuple[str, int], ...]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # A channel that is given up closes its connection: other channels of the process would hand
-        # a
-        # broken one to the next channel.
+        # Connections are not shared between channels: a new channel would get the broken connection
+        # of one that was given up.
         ("grpc.use_local_subchannel_pool", 1),
         # Loopback and cluster addresses never go through a proxy of the environment.
         ("grpc.enable_http_proxy", 0),

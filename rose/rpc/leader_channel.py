@@ -33,7 +33,7 @@ R = TypeVar("R")
 LEADER_METADATA = "rose-leader"
 
 FIRST_PAUSE_S = 0.1
-# While a new leader is expected, which is sooner than leases end; and later.
+# Longest pause while a new leader is expected, before leases end; later it is MAX_PAUSE_S.
 SEARCH_PAUSE_S = 0.4
 SEARCH_ROUNDS = 30
 MAX_PAUSE_S = 5.0
@@ -217,7 +217,7 @@ class LeaderChannel:
             except grpc.aio.AioRpcError as error:
                 if error.code() not in UNANSWERED:
                     raise
-                # A deadline says less than an earlier failure.
+                # An earlier failure says more than a deadline that is over.
                 late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 failure = failure if late and failure is not None else error
                 self.missed(error)

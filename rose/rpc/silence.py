@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-# Looks at the clock within the time that it measures; a longer gap was a pause.
+# Looks at the clock within the limit; a gap of PAUSE_LOOKS of them was a pause of this process.
 LOOKS = 10
 PAUSE_LOOKS = 2
 

@@ -329,8 +329,7 @@ class AuditLog:
         self._size = _without_torn_end(self._descriptor, self._size)
         last = _last_of(log_parts(self._path))
         if last is None or (saved is not None and saved.n > last.n):
-            # The file was cut. The next record does not follow its last line, and `verify` reports
-            # that.
+            # The file was cut: the next record does not follow its last line, and `verify` says so.
             return saved or Head(0, START, 1)
         return Head(last.n, last.hash, saved.first if saved else 1)
 

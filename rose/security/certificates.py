@@ -126,7 +126,7 @@ class CertificateFiles:
     """
 
     def __init__(self, ca: Path, certificate: Path, key: Path) -> None:
-        """Read the files. Raises ConfigError for files that cannot be used."""
+        """Read the three PEM files. Raises ConfigError for files that cannot be used."""
         self._paths = ca, certificate, key
         self._files = WatchedFiles(self._paths, self._read, MISSING)
         self._contexts: dict[bool, tuple[Material, ssl.SSLContext]] = {}

@@ -59,7 +59,7 @@ class Identity:
 
     @staticmethod
     def check_job(job: str) -> None:
-        """Raise ConfigError for a job that no trainer's certificate can name.
+        """Raise ConfigError if a job's name cannot be that of a trainer's certificate.
 
         A job may have almost any name; a segment of a SPIFFE ID may not, and has no escapes.
         """

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 NS: Final = 1_000_000_000
 Call = Callable[[], object]
-# At one moment: a loop that turns on the spot is a bug.
+# Most callbacks at one virtual time: a loop that never advances the clock is a bug.
 MOST_CALLBACKS = 2_000_000
 MOST_ROUNDS = 16
 
@@ -214,7 +214,7 @@ class VirtualLoop(CallbackLoop):
         self.closing = True
         with self.running():
             for _ in range(MOST_ROUNDS):
-                # Whoever is cancelled may cancel others, and wait for them.
+                # A cancelled task may cancel other tasks, and wait for them.
                 tasks = asyncio.all_tasks(self)
                 if not tasks:
                     break

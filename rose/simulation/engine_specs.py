@@ -24,10 +24,10 @@ FACTS = "published.json"
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """Content of one step of continuous batching.
+    """Work of one step of continuous batching, in tokens and sequences.
 
     prefill_tokens: prompt tokens computed in it, none of them cached. decode_sequences: sequences
-    that get one token each. prefill_sequences: those that `prefill_tokens` belong to.
+    that get one token each. prefill_sequences: sequences to which `prefill_tokens` belong.
     context_tokens: KV tokens that all its sequences attend to.
     """
 
@@ -49,11 +49,13 @@ class StepWork:
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class EngineFigures:
-    """One engine: `cards` is its tensor parallel size; all figures are of its cards together.
+    """Size and speed of one inference engine. cards: its tensor parallel size; all figures are of
+    these cards together.
 
-    kv_tokens: KV cache, in tokens. kv_bytes_per_token, weight_bytes: of memory.
-    max_sequences, max_step_tokens: of a step of continuous batching, prefill chunked to the latter.
-    block_tokens: of a KV block. card, engine: of the published table that it comes from.
+    profile: step times. kv_tokens: size of the KV cache in tokens. kv_bytes_per_token,
+    weight_bytes: bytes of memory. max_sequences, max_step_tokens: limits of a step, to the latter
+    of which prefill is chunked. block_tokens: tokens of a KV block. card, engine: of the published
+    table that it comes from, or "".
     """
 
     model: str

@@ -37,7 +37,7 @@ STYLE = {
     "legend.frameon": False,
     "figure.constrained_layout.use": True,
 }
-# A slice with fewer requests says little about a share: its neighbours join it.
+# A slice with fewer requests says little about a share: it is joined with its neighbours.
 _LEAST_REQUESTS = 20
 MOST_BARS = 96
 
@@ -260,7 +260,6 @@ def _figure(height: float) -> "tuple[Figure, Axes]":
 
 
 def _legend(axes: "Axes", columns: int) -> None:
-    """Put the legend above the plot, on the right."""
     axes.legend(ncols=columns, loc="lower right", bbox_to_anchor=(1.0, 1.0))
 
 

@@ -1,6 +1,6 @@
 """Results of a run: its steps, use of the cards, users' latencies, tail of the trajectories.
 
-Every figure is finite: `RunResult.to_json` refuses any other, and what nobody measured is None.
+Every figure is finite (`RunResult.to_json` refuses any other), or None if it was not measured.
 """
 
 import json
@@ -15,11 +15,12 @@ from slo import SloSpec
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One training step. ended_s − started_s = rollout_s + train_s + sync_s.
+    """Result of one training step. ended_s − started_s = rollout_s + train_s + sync_s.
 
-    rollout_s: the trainer waits for its batch; train_s: it trains; sync_s: its new version travels
-    and nothing else happens. output_tokens: generated for the batch that it trained on;
-    borrowed_tokens: those of them that guests made. oldest: versions behind, of its oldest token.
+    rollout_s: seconds in which the trainer waits for its batch. train_s: seconds of training.
+    sync_s: seconds in which only its new version travels. output_tokens: generated for the batch
+    that it trained on. borrowed_tokens: those of them that guests made. total_tokens: prompts and
+    observations included. oldest: number of versions that the oldest token is behind.
     """
 
     number: int
@@ -42,9 +43,11 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class UseSlice:
-    """Share of cards' time that was inside a step, by pool, in one slice of time.
+    """Share of each pool's card time that was inside a step, in one slice of time that begins at
+    `start_s`.
 
-    host: serving cards, of their own users' steps; guest: the same cards, of borrowed steps.
+    host: serving cards in their users' steps. guest: the same cards in borrowed steps. dedicated:
+    dedicated cards. training: training cards.
     """
 
     start_s: float
@@ -97,12 +100,13 @@ class UserLatencies:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """One run of one scenario under one policy: all that tables and plots are made of.
+    """Result of one run of one scenario under one policy; tables and plots are made of it alone.
 
-    steps_per_hour, tokens_per_s: of the whole run, the first step left out where there are more.
-    trajectory_s: from start to reward; turn_s: of turns. tokens_per_s counts whole trajectories,
-    prompts and observations included. overhead_share: of the time for which borrowed replicas were
-    leased, the part before their first token. counts: of events (preemptions, revocations, ...).
+    steps_per_hour, tokens_per_s: of the whole run, without the first step if there are more.
+    tokens_per_s counts whole trajectories, prompts and observations included. trajectory_s: times
+    from start to reward. turn_s: times of turns. gpu_use: share of all cards' time inside a step.
+    overhead_share: share of borrowed replicas' leased time before their first token. counts:
+    numbers of events (preemptions, revocations, …). fidelity: "steps" or "fluid".
     """
 
     scenario: str
@@ -126,7 +130,7 @@ class RunResult:
     @classmethod
     def of_steps(cls, steps: Sequence[StepResult], **figures: Any) -> "RunResult":  # noqa: ANN401
         """Return the result with rates computed from its steps. figures: all other fields."""
-        # The first one waits for leases and caches that are there ever after.
+        # The first step alone waits for new leases and fills caches, so it does not count.
         counted = steps[1:] or steps
         took_s = sum(step.seconds for step in counted)
         tokens = sum(step.total_tokens for step in counted)

@@ -75,7 +75,7 @@ def carry_out(asked: SimulatedRun) -> RunResult:
     check_options(options)
     with tuned(options):
         loop = VirtualLoop(EventQueue())  # type: ignore[abstract]  # nothing here asks for sockets
-        # Tasks leave cycles behind, and looking for them takes as long as all else.
+        # Tasks leave cycles behind, and collecting these often would take half of the run.
         thresholds = gc.get_threshold()
         gc.set_threshold(GC_THRESHOLD, *thresholds[1:])
         try:

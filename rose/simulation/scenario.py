@@ -28,13 +28,13 @@ from slo import SloSpec
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class GuestSpec:
-    """Guest beside a host: its engine at its largest, and what the operator allows it.
+    """Guest beside a host: its engine at its largest, and its operator's limits.
 
     kv_base_tokens: KV memory of its own; beyond it the host's idle memory is lent, up to
-    `engine.kv_tokens`. slack_share: of the host's slack (0: host-idle time only). kv_headroom:
-    share of the host's KV memory that is never lent. startup_s: from nothing to a warm engine.
-    granule_tokens: KV tokens whose memory comes and goes together. wake_s: until a guest that was
-    refused sees that it may run.
+    `engine.kv_tokens`. slack_share: share of the host's slack that is lent (0: host-idle time
+    only). kv_headroom: share of the host's KV memory that is never lent. startup_s: seconds until a
+    new engine is warm. granule_tokens: KV tokens whose memory is mapped together. token_budget:
+    most tokens of a step. wake_s: seconds until a guest that was refused sees that it may run.
     """
 
     engine: EngineFigures
@@ -53,7 +53,9 @@ class GuestSpec:
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class HostPool:
-    """Equal serving engines, their promise to users, and the guest beside each (None: none)."""
+    """Equal serving engines, the latencies promised to their users, and the guest beside each (None
+    for no guests).
+    """
 
     hosts: Count
     engine: EngineFigures
@@ -74,7 +76,7 @@ class HostPool:
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class DedicatedReplicas:
-    """Equal rollout engines on cards of their own."""
+    """Equal rollout engines on cards that serve no users."""
 
     replicas: CountOrNone
     engine: EngineFigures
@@ -87,8 +89,12 @@ class DedicatedReplicas:
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class Links:
-    """slow_bytes_s: from the trainer to other clusters; near_bytes_s: between cards of one cluster
-    (what one node receives at). latency_s: of a message; apply_s: activating a version."""
+    """Speeds of a cluster's links.
+
+    slow_bytes_s: bytes per second from the trainer to other clusters. near_bytes_s: bytes per
+    second at which a node receives inside a cluster. latency_s: seconds of a message. apply_s:
+    seconds to activate a version.
+    """
 
     slow_bytes_s: Positive = 2.5e9
     near_bytes_s: Positive = 12.5e9
@@ -98,7 +104,7 @@ class Links:
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class ClusterSpec:
-    """Everything that computes: hosts with their guests, dedicated replicas, training cards.
+    """All cards of a scenario: hosts with their guests, dedicated replicas, training cards.
 
     serving: None for a cluster that borrows nothing.
     """
@@ -120,10 +126,10 @@ class ClusterSpec:
 
 
 class Algorithm(StrEnum):
-    """Kind of training.
+    """Training algorithm of a job.
 
-    GRPO   groups of samples; a step waits for its whole batch
-    DAPO   GRPO that over-samples and drops groups whose scores are all equal (arXiv 2503.14476)
+    GRPO: groups of samples; a step waits for its whole batch. DAPO: GRPO that over-samples and
+    drops groups whose scores are all equal (arXiv 2503.14476).
     """
 
     GRPO = "grpo"

@@ -73,7 +73,9 @@ Keys = tuple[str, ...]
 
 
 class RolloutsSection(BaseModel):
-    """Episodes: of an environment, or of a file of sessions."""
+    """Section `rollouts` of a scenario file: the name of an environment, or of a file of
+    sessions.
+    """
 
     model_config = CHECKED
     environment: Literal["frozen_lake", "alfworld", "coding_sessions"] = "frozen_lake"
@@ -96,7 +98,9 @@ class RolloutsSection(BaseModel):
 
 
 class TrafficSection(BaseModel):
-    """Users: generated after a trace of Azure, or recorded in a file."""
+    """Section `traffic` of a scenario file: users generated after an Azure trace, or a recorded
+    trace.
+    """
 
     model_config = CHECKED
     azure: Literal["code", "conversation"] = "code"
@@ -137,7 +141,7 @@ def _text(value: object) -> object:
 
 
 class ScenarioFile(BaseModel):
-    """A file, with what its set-up says where the file says nothing."""
+    """Content of a scenario file, with the set-up's values for keys that the file does not give."""
 
     model_config = CHECKED
     name: Annotated[str, BeforeValidator(_text)]
@@ -152,7 +156,7 @@ class ScenarioFile(BaseModel):
     ] = {}
 
 
-# The keys of each section, by its own.
+# Class of each section, by the section's key.
 SECTIONS: Mapping[str, type] = {
     "": ScenarioFile,
     "cluster": ClusterSpec,
@@ -305,7 +309,7 @@ class _Reader:
         return ConfigError(f"{self._path}:{line}: {'.'.join(at) or 'the file'}: {what}")
 
     def _refused(self, error: ValidationError) -> ConfigError:
-        # A missing key may be one that is spelled otherwise: that one is named first.
+        # A missing key may be a misspelled one, so unknown keys are named first.
         errors = error.errors()
         first = next((each for each in errors if each["type"] in UNKNOWN), errors[0])
         at = tuple(str(key) for key in first["loc"] if key != "[key]")

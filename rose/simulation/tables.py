@@ -15,7 +15,7 @@ from rose.simulation.scenario import Scenario
 from rose.simulation.workloads.episodes import RolloutEpisode
 
 FLEET = ("JOB", "STEPS", "BORROWING", "TOKENS/S", "BORROWING", "X", "GUEST GPU H", "ROLLOUT H")
-# A constant whose change moves throughput by less does not matter there.
+# A constant matters if its change moves throughput by at least this share.
 MATTERS = 0.005
 
 

@@ -9,7 +9,7 @@ from rose.operate.client import PolicyClient
 from rose.operate.fleet import Fleet, Mode, NodeState, fleet_of, names
 from rose.rpc import rose_pb2 as pb
 
-# Starts of an engine after which they are no accident.
+# Restarts of an engine from which on they are reported.
 MANY_RESTARTS: Final = 3
 Named = tuple[str, Diagnosis]
 

@@ -47,7 +47,7 @@ COLUMNS: Final = (
     ("OBJECTIVE", "sloBudget.objective"),
     ("CANARY", "canary.percent"),
 )
-# Averages over less say no more than the present figures.
+# Shortest time over which averages are shown in place of the present figures.
 LEAST_ADVISED_S: Final = 60.0
 
 

@@ -116,7 +116,7 @@ def _look_for(client: PolicyClient, replica: str) -> None:
     if not replica:
         return
     try:
-        # After the stop, which waits for nothing.
+        # Ask after the stop, so that the stop waits for nothing.
         names = [each.name for each in fleet_of(client.snapshot()).replicas]
     except UnavailableError:
         return

@@ -36,7 +36,7 @@ from rose.errors import RefusedError
 from rose.operate.fleet import Fleet, Host, Node, NodeState, Replica, fleet_of
 
 BAR: Final = 10
-# The one frame of a pipe has rates over this time.
+# Time over which the only frame in a pipe has rates.
 ONCE_S: Final = 1.0
 COLUMNS: Final = (
     "NODE / GUEST", "TTFT P95/TARGET", "TPOT P95/TARGET", "LOAD", "KV", "TOKENS/S", "DOES", "WHY",

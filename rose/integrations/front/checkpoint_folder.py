@@ -40,7 +40,9 @@ class NotWholeError(RefusedError):
 
 
 class WeightRoots:
-    """Folders below which checkpoints may be read."""
+    """Folders of the operator, below which checkpoints may be read; callers' paths elsewhere are
+    refused.
+    """
 
     def __init__(self, roots: Sequence[Path]) -> None:
         """Resolve the folders. Raises ConfigError for none, or for a path that is not a folder."""
@@ -59,7 +61,7 @@ class WeightRoots:
 
         Raises RefusedError unless it is absolute and lies below a root.
         """
-        # The same words whether it exists or not: callers learn nothing of other folders.
+        # One error for existing and missing folders, so that callers learn nothing of others.
         refusal = RefusedError(
             f"{path[:200]!r} is not below a --weights-root of this front; save checkpoints below"
             " one, and name them by their absolute path"
@@ -75,7 +77,7 @@ class WeightRoots:
         return resolved
 
     def holds(self, resolved: Path) -> bool:
-        """Return True if a resolved path lies below a root."""
+        """Return True if a path, its links already resolved, lies below a root."""
         return any(resolved.is_relative_to(root) for root in self._roots)
 
 

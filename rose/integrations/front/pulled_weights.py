@@ -91,7 +91,7 @@ class PulledWeights:
                 self._take(each, source / f"weight_v{each:06d}")
                 self.version = each
         except NotWholeError:
-            # Nothing of it is applied yet: it may be pulled again.
+            # No change of this version is applied yet: it may be pulled again.
             raise
         except RefusedError:
             # A half-applied copy is useless: the next pull builds it anew.

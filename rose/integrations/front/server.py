@@ -273,7 +273,7 @@ def tell(what: str, **fields: object) -> None:
     A write that fails is ignored.
     """
     more = "".join(f" {name}={value}" for name, value in fields.items())
-    # Standard error may have no reader, or a full disk: no call depends on it.
+    # Standard output may have no reader, or a full disk: no call depends on it.
     with suppress(OSError):
         sys.stdout.write(clean(f"rose front: {what}{more}\n"))
         sys.stdout.flush()

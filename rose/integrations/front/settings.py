@@ -20,10 +20,12 @@ MOST_RANKS = 1_024
 
 @dataclass(frozen=True, slots=True)
 class FrontSettings:
-    """Settings of a front; times in seconds.
+    """Settings of `rose front`; times in seconds.
 
-    tp_size, pp_size: reported to trainers, as of one engine. whole_s: wait for a folder that is
-    still being written. silent_s: bound on the gateway's silence in an answer.
+    weights_roots: folders below which checkpoints are read. marker: name of the file that says a
+    folder is whole. whole_s: wait for a folder that is still being written. silent_s: time without
+    a byte of the gateway's answer after which it is given up. tp_size, pp_size: reported to
+    trainers, as of one engine.
     """
 
     port: int

@@ -33,7 +33,7 @@ START_LABEL = "default"
 
 
 class VersionPublisher(Protocol):
-    """A publisher of versions, such as `PolicyPublisher`."""
+    """Protocol of a blocking publisher of versions, such as `PolicyPublisher`."""
 
     @property
     def version(self) -> int:
@@ -143,7 +143,7 @@ class CheckpointUpdates:
     def _done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            # The caller gets it, if it is still there.
+            # Mark the exception as retrieved; the caller gets it too, if it still waits.
             task.exception()
 
     async def _in_turn(self, folder: Path, label: str | None) -> InForce:

@@ -28,7 +28,7 @@ from rose.integrations.front.checkpoint_folder import (
 from rose.integrations.front.updates import VersionPublisher
 from weight_transfer.format.checkpoint import SUFFIX
 
-# A checkpoint that is still being written lacks files for a while: no line is logged before.
+# Time for which a checkpoint may lack files, since it is being written, before a line is logged.
 LACKING_S = 30.0
 _STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,18})")
 
@@ -140,7 +140,7 @@ class CheckpointWatcher:
         self.last = Noted(
             str(self._folder), saved.name, saved.number, saved.checkpoint.changed_ns, version
         )
-        # Before anything else may fail: an announced checkpoint is not published again.
+        # Save it before anything else may fail: an announced checkpoint is not published again.
         self._keep(self.last)
         self._publisher.wait_served(version)
         return self.last
@@ -191,7 +191,7 @@ class CheckpointWatcher:
                     continue
                 checkpoint = self._look(name)
             except (RefusedError, OSError) as error:
-                # Another kind, half written, or just cleaned up: only whole checkpoints matter.
+                # The folder may be of another kind, half written, or just deleted.
                 lacking[name] = str(error)
                 continue
             if self._refused.get(name) == checkpoint.stamp:
@@ -260,6 +260,5 @@ class CheckpointWatcher:
                 os.fsync(file.fileno())
             part.replace(self._state)
         except OSError as error:
-            # After a restart the same weights would be published again, as a version without a
-            # change.
+            # After a restart the same weights are published again, as a version without changes.
             self._say(f"{self._state} cannot be written ({error.strerror}); make room")

@@ -121,7 +121,7 @@ class RoseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl's ty
     def build_topology(
         cls, *_: object, **__: object
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return an empty topology: no connections are made."""
+        """Return two empty dictionaries: no process group connects trainer and rollout."""
         return {}, {}
 
     def init_process_group(self, **_: object) -> None:

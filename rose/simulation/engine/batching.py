@@ -139,7 +139,7 @@ class ModelledEngine:
         self.decoding: dict[Sequence, None] = {}
         self.steps = self.tokens_made = self.preemptions = self.prefilled_tokens = 0
         self.hit_tokens = 0
-        # Decode steps, and KV tokens of decoding sequences.
+        # Number of decode steps so far, and KV tokens of decoding sequences.
         self.count = 0
         self.decode_context = 0
         self.last_step_ns = 0
@@ -380,7 +380,7 @@ class ModelledEngine:
         if sequence.session:
             cached, units = kv.resume(sequence.session)
             if cached >= context:
-                # The last token is computed all the same.
+                # The prompt's last token is always computed, cached or not.
                 cached = context - 1
         held = False
         if not cached and sequence.prefix and kv.need(sequence.prefix_tokens) < kv.units:
@@ -397,7 +397,7 @@ class ModelledEngine:
             return False
         sequence.uses_prefix = held
         sequence.filling = held and cached == 0
-        # Its own; those of a shared prefix are the prefix's.
+        # Units of the sequence alone; a shared prefix has its own.
         sequence.units = need - (kv.shared_units(sequence.prefix) if held else 0)
         if not held and units > need:
             sequence.units = units
@@ -509,7 +509,7 @@ class ModelledEngine:
         if sequence.session and computed and not prefix_units:
             self.kv.keep(sequence.session, computed, sequence.units)
         elif sequence.session and computed:
-            # The session's own copy of the shared part: what another replica would hold too.
+            # The session keeps a copy of the shared part, as it would on another replica.
             extra = self.kv.allocate(prefix_units)
             units = sequence.units + (prefix_units if extra else 0)
             if extra:

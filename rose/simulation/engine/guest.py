@@ -154,7 +154,7 @@ class ModelledGuest(ModelledEngine):
         if over > 0:
             self._shrink(over)
         elif over < 0 and self.held:
-            # The grant may be older than what the host took back.
+            # The grant may be older than the host's last reclaim.
             free_bytes = self.base_bytes + self.lent_bytes()
             room = free_bytes // self.granule_bytes - self.mapped
             grown = min(-over, self.held, room)
@@ -169,7 +169,7 @@ class ModelledGuest(ModelledEngine):
         self.shrinks += 1
         rollouts: list[Rollout] = []
         if max(0, self.kv.plain) // _UNITS >= count:
-            # Packed, the last granules are free: a plan takes no others.
+            # With blocks packed the last granules are free, and a plan takes only free ones.
             uses = [GranuleUse(self.mapped - 1 - at, 0, 0) for at in range(count)]
         else:
             rollouts, uses = self._packed()
@@ -179,7 +179,7 @@ class ModelledGuest(ModelledEngine):
             self.preempt(sequence)
         self.held += len(plan.granules)
         if not self.kv.resize(self.mapped * _UNITS):
-            # Shared prefixes that nobody accounts for: what used them goes as well.
+            # Shared prefixes are in no plan: preempt sequences until their units are free.
             while self.running and self.kv.plain < 0:
                 self.preempt(next(reversed(self.prefilling or self.decoding)))
 

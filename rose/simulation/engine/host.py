@@ -114,7 +114,7 @@ class ModelledHost(ModelledEngine):
         self._wanted = 0
         self._users = users
         self._deadlines = DeadlineTracker(slo.ttft_ns, slo.tpot_ns)
-        # Requests of the step that runs and their tokens: kept up to date, not made for each step.
+        # Tokens of each request in the running step, updated and not made anew for each step.
         self._scheduled: dict[str, int] = {}
         self._chunks: list[tuple[Sequence, int]] = []
         self._requests: dict[str, _ServedRequest] = {}

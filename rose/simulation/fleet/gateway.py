@@ -136,7 +136,7 @@ class ModelledAttempt:
         attempt.
         """
         self.look()
-        # The turn is complete: it is handed over and its place freed before anything else.
+        # The turn is complete: deliver it and free its place before anything else.
         self._live.task = None
         self._end(End.FINISHED)
         self._dispatcher.finish(self._live, End.FINISHED)
@@ -160,7 +160,7 @@ class ModelledAttempt:
         replica = self.replica
         if replica is None or not replica.admits:
             return False
-        # The version that it samples from now on; an update in between begins its KV anew.
+        # Version that the attempt samples from now on; after an update its KV is computed anew.
         self._version = replica.version
         self._gateway.live[self] = None
         replica.engine.submit(self._sequence)
@@ -195,10 +195,10 @@ class ModelledGateway:
     def __init__(self, queue: EventQueue, say: Callable[[Event], None]) -> None:
         self.replicas: dict[str, ModelledReplica] = {}
         self.asked: dict[str, AskedTurn] = {}
-        # A dict keeps the order of their beginning: a set's would hang on addresses.
+        # A dict keeps the order in which attempts began; a set's order depends on addresses.
         self.live: dict[ModelledAttempt, None] = {}
         self.borrowed_tokens = 0
-        # From leases of borrowed replicas to their first tokens.
+        # Seconds from leases of borrowed replicas to their first tokens.
         self.switch_s = 0.0
         self.stats = GatewayStats()
         self._queue = queue
@@ -230,7 +230,7 @@ class ModelledGateway:
         """
         request = TurnRequest(
             asked.request_id,
-            # A list: each attempt copies it, which takes a range ten times as long.
+            # A list, since each attempt copies it, and copying a range takes ten times as long.
             [0] * asked.prompt_tokens,
             Sampling(max_tokens=asked.budget_tokens),
             asked.origin,

@@ -42,7 +42,8 @@ from rose.simulation.fleet.trainer import ModelledTrainer
 HYBRID = "hybrid"
 # Time to load the rollout engine's weights from the trainer's own cards, and its graphs.
 SWITCH_S = 3.0
-# The planner gives a card to rollouts that are so much faster with it, and takes it back below.
+# Gain in rollout speed above which the planner gives a card to rollouts, and below which it
+# takes it back.
 # Cards of a synchronous trainer have nothing else to do meanwhile.
 TAKE_GAIN, KEEP_GAIN = 0.002, 0.0
 GROW = 1.25

@@ -58,7 +58,7 @@ from weight_transfer.catalog import Catalog, Published
 from weight_transfer.errors import CatalogError
 
 OFFER_TTL_S = 3.0
-# A sequence's context, where a rate at full batch is offered.
+# Context of a sequence, for the offered rate at full batch.
 TYPICAL_CONTEXT = 4_096
 REPORT_S = 0.5
 GUARD_S = 0.05
@@ -92,7 +92,7 @@ class ModelledTransfer:
         deltas = (*self._catalog.deltas, Published(version, parent, wire_bytes))
         self._catalog = replace(self._catalog, deltas=deltas)
         if self._catalog.base_due():
-            # Older deltas are collected; who is further behind takes the base.
+            # Older deltas are deleted; a node that is further behind takes the base.
             self._catalog = Catalog({version: self._base_bytes}, deltas[-KEPT_DELTAS:])
 
     def fetch_s(self, held: int | None, target: int, *, far: bool) -> float:
@@ -118,7 +118,7 @@ class ModelledTransfer:
     ) -> list[tuple[tuple[str, int], int]]:
         sizes = {each.version: each.wire_bytes for each in self._catalog.deltas}
         objects = [(("delta", version), sizes[version]) for version in deltas]
-        # The model that it began with is on every node's disk.
+        # The model that the job began with is on every node's disk.
         if base is not None and base != 0:
             objects.insert(0, (("base", base), self._catalog.bases[base]))
         return objects
@@ -204,7 +204,7 @@ class ModelledReplica:
             max_sequences=spec.max_sequences,
             job=self.held_job,
         )
-        # An offer that has not changed is the same object: the core sees that at once.
+        # An unchanged offer is the same object, which the core compares at once.
         if said != self._offer:
             self._offer = said
         return self._offer or said
@@ -331,7 +331,7 @@ class ModelledNode:
         self.queue = transfer.queue
         self.replicas: dict[str, ModelledReplica] = {}
         self.guards: list[ModelledGuard] = []
-        # Called when a replica has a version.
+        # Callback for a replica that has activated a version.
         self.on_activated: Callable[[ModelledReplica], None] = lambda replica: None
         self._say = say
         self._transfer = transfer
@@ -348,7 +348,7 @@ class ModelledNode:
         """Attach to the scheduler, and schedule reports and the guards' ticks."""
         self._say(Attached(self.name, self.stream, cluster="far" if self.far else "near"))
         self.report()
-        # Nodes do not speak all at once.
+        # Spread the nodes' reports over the period.
         offset_s = 0.013 * self.stream % REPORT_S
         self.queue.every_s(REPORT_S, self.report, offset_s)
         if self.guards:

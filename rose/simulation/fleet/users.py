@@ -33,7 +33,7 @@ class ModelledUsers:
         self._hosts = hosts
         self._requests = requests
         self.serving = len(hosts)
-        # Longer than a host's whole KV memory: it would wait for ever.
+        # Requests longer than a host's whole KV memory, which would wait for ever.
         self.refused = 0
 
     def start(self) -> None:

@@ -27,10 +27,10 @@ from slo import SloSpec
 
 QUARTER_S = 900.0
 KV_HEADROOM = 0.2
-# Batches of a job that differ; later steps play them again.
+# Number of different batches of a job; later steps play them again.
 BATCHES = 8
 _SHARE_STEP = 0.05
-# Share of a host's throughput at half of its speed: beyond it its queue grows, and slack is gone.
+# Most load beside a guest, as a share of the throughput at half speed: beyond it queues grow.
 _KEEPS_UP = 0.9
 GUEST_STEP_S = 0.03
 _LEAST_SHARE = 0.1
@@ -250,7 +250,7 @@ class FleetRun:
         phase, tokens = self._rolled(number, batch, "", 0, 0.0)
         if hosts:
             borrowing, _ = self._rolled(number, batch, deployment, hosts, share)
-            # Leases are for jobs that gain by them.
+            # A job borrows only if its rollouts get shorter by it.
             if borrowing.seconds < phase.seconds * (1 - _LEAST_GAIN):
                 phase = borrowing
             else:

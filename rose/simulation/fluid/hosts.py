@@ -35,11 +35,11 @@ from rose.simulation.scenario import HostPool
 from rose.simulation.workloads.traffic import UserRequest
 from slo import StepProfile
 
-# A host is never asked to take more than this of its time for prompts.
+# Largest share of its time that a host spends on prompts.
 _MOST_PREFILL_SHARE = 0.95
 _ROUNDS = 12
 _CLOSE = 1e-3
-# The Poisson distribution of more hosts is close to a normal one.
+# With more hosts the Poisson distribution is computed as a normal one.
 _MANY_HOSTS = 40
 _GOLDEN = (math.sqrt(5) - 1) / 2
 WINDOW_S = 1.0

@@ -21,7 +21,7 @@ from rose.simulation.workloads.episodes import RolloutEpisode
 
 Floats = NDArray[np.float64]
 _ROUNDS = 20
-# Largest part of what is left of the shortest episode that one tick advances.
+# A tick is at least this share of the median episode's remaining time.
 _TICK_SHARE = 0.05
 # The router leaves a turn where its prefix is unless elsewhere it costs a margin less.
 STAY = 1 / (1 - STICKY_MARGIN)
@@ -82,7 +82,7 @@ class FluidEngines:
         sequences = room / self.line.per_sequence_s
         if sequences <= self.most:
             return sequences
-        # Full: those in it take turns with those that wait.
+        # The batch is full: its sequences take turns with those that wait.
         return self.most * token_s * share / self.line.seconds(self.most)
 
 

@@ -107,7 +107,7 @@ class FluidRun:
             return serving.share_at(now_s, load)
 
         phase = roll_out(
-            # A turn is asked for and answered.
+            # Two messages for each turn: the request and its answer.
             EpisodeBatch.of(episodes, 2 * cluster.links.latency_s),
             FluidPool(cluster.dedicated.replicas, cluster.dedicated.engine),
             guests,

@@ -20,9 +20,9 @@ from slo import SloSpec
 ROLLOUT_CONTEXT, PREFILL_PER_OUTPUT = 4_096, 0.15
 KV_HEADROOM = 0.2
 MOST_SEQUENCES = 128
-# A day extrapolated from a shorter trace would be a guess.
+# Shortest trace from which a day is extrapolated.
 LEAST_S = 60.0
-# Above it a cluster does not serve its trace.
+# Busy share above which a cluster cannot serve its trace.
 OVERLOADED = 0.999
 
 

@@ -24,14 +24,14 @@ import msgspec
 from rose.errors import BAD_BYTES, RoseError
 from rose.simulation.workloads.amounts import Amount, LogNormal, whole
 
-# A pause of a person, not of a tool, lasts longer: it is cut to this.
+# A longer pause is a person's and not a tool's: it is cut to this.
 MAX_TOOL_S = 300.0
-# A context that shrinks by more was summarised by its agent: an episode begins anew.
+# A context that shrinks by more was summarised by its agent: a new episode begins there.
 _SUMMARISED_TOKENS = 1_024
 _MAX_LINE_BYTES = 64 << 20
 # An episode of a file ends where its context would be longer.
 MAX_CONTEXT = 1 << 20
-# An episode that reaches its goal has so much of the turns that it would have had.
+# Share of its turns after which an episode that reaches its goal ends.
 SOLVED_TURNS = 0.6
 
 
@@ -109,10 +109,10 @@ class TurnAmounts:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Episodes of one environment. Samples of a prompt share its difficulty: the long ones come in
-    groups, and so do groups whose scores are all equal.
+    """Workload of episodes of one environment. Samples of a prompt share its difficulty, so long
+    ones come in groups, as do groups whose scores are all equal.
 
-    solved: mean share of episodes that reach the goal; they end early. A prompt's share is drawn
+    solved: mean share of episodes that reach the goal, which end early. A prompt's share is drawn
     from a beta distribution of that mean.
     """
 
@@ -131,7 +131,7 @@ class Environment:
         chance = task.betavariate(self.solved, 1 - self.solved)
         tokens = whole(self.prompt, task)
         solved = rng.random() < chance
-        # Two draws, of the task and of the episode, half of the logarithm's deviation each.
+        # Geometric mean of two draws, one of the task and one of the episode.
         count = math.sqrt(self.count.sample(task) * self.count.sample(rng))
         count *= SOLVED_TURNS if solved else 1.0
         turns = self.each.turns(tokens, max(1, round(count)), rng)

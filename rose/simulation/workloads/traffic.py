@@ -50,11 +50,12 @@ class ServingWorkload(Protocol):
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class DailyShape:
-    """Load of an hour as a multiple of the mean: `peak` at `peak_hour`, `valley` half a day apart.
+    """Daily shape of a load, as multiples of the mean: `peak` at `peak_hour`, `valley` half a day
+    apart.
 
-    Between them valley + (peak − valley) × ((1 + cos) ÷ 2)^k, k such that a day's mean is 1.
-    weekend: factor of Saturday and Sunday; day 0 is a Monday. The mean of working days stays 1.
-    Raises ValueError for a shape that cannot be.
+    Between them it is valley + (peak − valley) × ((1 + cos) ÷ 2)^k, with k such that a day's mean
+    is 1. weekend: factor of Saturday and Sunday; day 0 is a Monday. The mean of working days stays
+    1. Raises ValueError for an impossible shape.
     """
 
     peak: float = 1.0
@@ -102,7 +103,8 @@ def _sharpness(mean: float) -> float:
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class Bursts:
-    """Bursts `ratio` times as dense as calm, for `share` of the time, `length_s` on the average.
+    """Shape of bursts, which are `ratio` times as dense as calm phases, for `share` of the time,
+    and `length_s` long on the average.
 
     spread: deviation of the logarithm of their densities; 0 makes all of them alike.
     """
@@ -164,7 +166,7 @@ class BurstyTraffic:
             end_s = begin_s + rng.expovariate(1 / (bursts.length_s if bursting else calm_s))
             factor = bursts.calm_factor * (bursts.ratio if bursting else 1.0)
             if bursting and bursts.spread:
-                # The mean is 1.
+                # A log-normal factor whose mean is 1.
                 factor *= rng.lognormvariate(-(bursts.spread**2) / 2, bursts.spread)
             yield begin_s, end_s, self.rate_per_s * factor
             begin_s, bursting = end_s, not bursting
@@ -172,10 +174,11 @@ class BurstyTraffic:
 
 @checked_dataclass(frozen=True, slots=True, config=CHECKED)
 class TraceTraffic:
-    """Recorded traffic of a file in the Azure format, read as it is played.
+    """Workload of recorded requests in a file in the Azure format, read while they are played.
 
-    speed: how much denser it arrives than it was recorded. repeat: endless, the trace again and
-    again. Prompts and answers longer than MAX_TOKENS are cut, as a gateway's limit would.
+    speed: factor by which requests arrive denser than recorded. repeat: play the trace again and
+    again, without end. max_gap_s: longest time without requests. Prompts and answers longer than
+    MAX_TOKENS are cut, as a gateway's limit would.
     """
 
     path: Path
@@ -202,7 +205,7 @@ class TraceTraffic:
                 )
             if not self.repeat:
                 return
-            # A mean gap between the last and the first; a trace of one moment still moves on.
+            # Leave a mean gap before the repeated trace; 1 s if all its requests are at one moment.
             base_s += (last_s + (last_s / count or 1.0)) / self.speed
 
 
