@@ -134,6 +134,7 @@ def insist_usable(card: Card) -> None:
 
 
 def version_text(version: tuple[int, int]) -> str:
+    """Return a version as `12.8`; `unknown` for (0, 0)."""
     return "unknown" if version == (0, 0) else f"{version[0]}.{version[1]}"
 
 
@@ -201,6 +202,7 @@ class Nvml:
         )
 
     def clients(self, card: Card) -> tuple[Client, ...]:
+        """Return the processes that compute on a GPU, with the memory of each. Raises CardError."""
         return self._clients(self._handle(card.index))
 
     def free_bytes(self, card: Card) -> int:

@@ -21,6 +21,7 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Add `--dry-run` to a parser."""
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would change, and change nothing"
     )

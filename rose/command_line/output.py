@@ -35,6 +35,8 @@ WATCH_S: Final = 2.0
 
 
 class Format(StrEnum):
+    """Format of a command's output."""
+
     TABLE = "table"
     JSON = "json"
     YAML = "yaml"

@@ -65,6 +65,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_insecure(parser: argparse.ArgumentParser) -> None:
+    """Add `--insecure` to a parser: it allows a port without authentication on an address of the
+    network.
+    """
     parser.add_argument(
         "--insecure",
         action="store_true",

@@ -92,6 +92,7 @@ class RoseTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
         self.publisher.publish(self.source)
 
     def shutdown(self) -> None:
+        """Stop serving versions to nodes; published versions stay."""
         self.publisher.close()
 
 

@@ -37,6 +37,9 @@ _LIMITS: tuple[tuple[str, int], ...] = (
 
 
 def channel_options() -> tuple[tuple[str, int], ...]:
+    """Return the gRPC options of a client's channel: sizes of messages, keepalives,
+    reconnection.
+    """
     return (
         *_LIMITS,
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
@@ -54,6 +57,9 @@ def channel_options() -> tuple[tuple[str, int], ...]:
 
 
 def server_options(max_connections: int = MAX_CALLS) -> tuple[tuple[str, int], ...]:
+    """Return the gRPC options of a server: sizes of messages, keepalives, and limits on connections
+    and streams.
+    """
     return (
         *_LIMITS,
         ("grpc.keepalive_time_ms", SERVER_KEEPALIVE_MS),

@@ -230,6 +230,7 @@ class LeaderChannel:
             await asyncio.sleep(pause_s)
 
     async def close(self) -> None:
+        """Close all channels."""
         self._given_up += self._channels.values()
         self._channels.clear()
         await self._close_given_up()

@@ -24,12 +24,15 @@ class Silence:
         self.heard()
 
     def heard(self) -> None:
+        """Record a message: the silence begins anew."""
         self._silent_s = 0.0
         self._heard_s = self._looked_s = self._clock()
 
     def look(self) -> None:
-        """Add the time since the last call to the silence, a pause of this process left out; call
-        it every `look_s`.
+        """Add the time since the last call to the silence; a gap longer than PAUSE_LOOKS looks was
+        a pause of this process and counts as that many.
+
+        Call it every `look_s` seconds.
         """
         before_s, self._looked_s = self._looked_s, self._clock()
         self._silent_s += min(self._looked_s - before_s, PAUSE_LOOKS * self.look_s)

@@ -123,8 +123,8 @@ class DevelopmentCa:
         *,
         starts_s: float = -SKEW_S,
     ) -> Issued:
-        """Issue a certificate: write ROLE-NAME.pem and ROLE-NAME.key over older ones, whose users
-        reload them.
+        """Write a new certificate and key over ROLE-NAME.pem and ROLE-NAME.key, whose users reload
+        them; return owner and paths.
 
         hosts: names and addresses under which HTTP clients reach its owner. starts_s: seconds from
         now at which it becomes valid, negative for the past.

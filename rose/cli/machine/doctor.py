@@ -82,18 +82,22 @@ class Diagnosis:
         return f"{self.level:<6} {self.subject}: {self.what}" + (f"; {self.do}" if self.do else "")
 
     def about(self, subject: str) -> "Diagnosis":
+        """Return the same finding about another subject."""
         return replace(self, subject=subject)
 
 
 def ok(what: str) -> Diagnosis:
+    """Return a finding that a part works. what: its state."""
     return Diagnosis(Severity.OK, what)
 
 
 def note(what: str, do: str) -> Diagnosis:
+    """Return a finding that a part works, with something that an operator should know and do."""
     return Diagnosis(Severity.NOTE, what, do)
 
 
 def wrong(what: str, do: str) -> Diagnosis:
+    """Return a finding that a part does not work, with what to do."""
     return Diagnosis(Severity.WRONG, what, do)
 
 
@@ -132,6 +136,10 @@ _NS = 1e9
 
 
 def host_checks(host: HostConfig, *, daemon_runs: bool) -> Iterator[Diagnosis]:
+    """Yield the findings about one host: its page, process, seat, heartbeats and clock.
+
+    daemon_runs: check the daemon's heartbeat too.
+    """
     yield checked("page", _page, host)
     if not host.name:  # one that was found holds its seat
         yield checked("host", _alive, host)
@@ -206,8 +214,8 @@ _BREAKS = {
 
 
 def _seat(host: HostConfig) -> Diagnosis:
-    """Check that a live process publishes on the host's page, and that no other engine serves
-    unobserved.
+    """Return a finding: WRONG unless a live process publishes on the host's page and no other
+    engine serves unobserved.
     """
     with _open(host) as page:
         view = page.host_view()
@@ -382,7 +390,9 @@ def _interpreters(
 
 
 def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> Diagnosis:
-    """Check that an engine's plugins, ROSE's and others', can be imported in its interpreter."""
+    """Return a finding: WRONG if a plugin of the engine, ROSE's or another's, cannot be imported in
+    its interpreter.
+    """
     broken, name = broken_plugins(python, extra_env, engine), _NAMES[engine]
     if not broken:
         return ok(f"all plugins of {name} load in {python}")
@@ -400,7 +410,9 @@ def _plugins(python: str, extra_env: Mapping[str, str], engine: EngineKind) -> D
 
 
 def _proxy(config: NodeConfig) -> Diagnosis:
-    """Check that gateways of other machines can reach this node's replicas through its proxy."""
+    """Return a finding on the way from gateways of other machines to this node's replicas, through
+    its proxy.
+    """
     proxy = config.proxy
     if proxy is None:
         hosts = [address.rpartition(":")[0] for address in config.scheduler.split(",")]
@@ -528,8 +540,8 @@ def _card(card: Card) -> Diagnosis:
 
 
 def _load(config: NodeConfig, gpus: Gpus, card: Card) -> Diagnosis:
-    """Check for processes on the card other than host and guests, and for reduced clocks, as far as
-    the driver tells.
+    """Return a finding: a NOTE if other processes than host and guests are on the card, or its
+    clocks are reduced, as far as the driver tells.
     """
     usage, clients = gpus.reader.usage(card), gpus.reader.clients(card)
     what = _free(card, usage)

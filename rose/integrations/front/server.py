@@ -59,6 +59,9 @@ class FrontServer:
         self.connections = Connections(allowed, HEAD_S, self._limits, clock, error_body)
 
     def application(self) -> web.Application:
+        """Return the aiohttp application with the routes of the front; all other paths are
+        forwarded to the gateway.
+        """
         # `Bodies` bounds the bodies that are read here, the gateway the forwarded ones.
         app = web.Application(client_max_size=0)
         every, get, post = app.router.add_route, app.router.add_get, app.router.add_post
@@ -182,9 +185,10 @@ class FrontServer:
     # ---- questions ----
 
     async def _health(self, http: web.Request) -> web.Response:
-        """Answer 200 if the gateway has at least one replica: trainers begin then.
+        """Answer 200 if the gateway answers and has at least one replica, else raise
+        UnavailableError.
 
-        Raises UnavailableError.
+        Trainers begin after a 200.
         """
         status, raw = await self._forwarding.get("/health", HEALTH_S)
         replicas = 0
