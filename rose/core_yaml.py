@@ -1,4 +1,4 @@
-"""YAML by version 1.2's core schema, in which a scalar is what it looks like.
+"""YAML by version 1.2's core schema, in which only true and false are booleans.
 
 `Off` and `no` are text, as are `22:00` and `2026-01-01`; `1e9` is a number; a duplicate key is an
 error. PyYAML alone reads version 1.1, where they are False, 1320, a date and text.

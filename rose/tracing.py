@@ -6,9 +6,9 @@
     00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01
     version  trace id                   parent id        flags (bit 0: sampled)
 
-Of a later version the first four fields count, where a dash follows them. What is malformed is
-ignored, and `tracestate` with it, as https://www.w3.org/TR/trace-context/ says: a turn never fails
-by its trace.
+If the version is a later one, its first four fields count if a dash follows them. A malformed
+header is ignored, and `tracestate` with it, as https://www.w3.org/TR/trace-context/ says: a turn
+never fails by its trace.
 
 The gateway passes a context on as it came, unless OpenTelemetry is installed and configured: then
 its spans stand in between. Configured means that the program has a tracer provider already

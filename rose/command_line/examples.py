@@ -1,6 +1,6 @@
 """An example or two of every command, for its help and the reference.
 
-A test runs each of them. Those of processes that serve, or need an engine, run as far as their
+A test runs each of them. Examples of processes that serve, or need an engine, run as far as their
 command line; all others run to their end, against a scheduler with stand-in nodes.
 """
 

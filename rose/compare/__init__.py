@@ -4,6 +4,6 @@
                                                                  │
              always, however it ends: as it was before  ◄────────┘
 
-`run` draws the order and carries it out, `node_metrics` reads a node's page, `verdict` says what
-was seen, with intervals (`bootstrap`).
+`run` draws the order of the blocks and carries them out, `node_metrics` reads a node's metrics
+page, `verdict` compares the blocks, with intervals (`bootstrap`).
 """

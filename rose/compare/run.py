@@ -7,8 +7,8 @@ Blocks come in pairs of one with lending and one without, each in a drawn order:
 over a day, so a block is compared with its neighbour in time alone, and neither arm always comes
 first.
 
-The way back is taken however it ends. What an operator sets meanwhile is never undone: lending that
-somebody stopped is not begun again for a measurement's sake.
+The earlier modes are restored however the run ends. An operator's change meanwhile is never undone:
+lending that an operator stopped is not begun again for a measurement.
 """
 
 import random
@@ -22,7 +22,7 @@ from rose.compare.verdict import PairRead
 from rose.errors import ConfigError, RefusedError, UnavailableError
 
 Mode = int
-"""A `HarvestMode` of the wire."""
+"""Number of a `HarvestMode` in the protocol with the scheduler."""
 
 # Time for the last leases of a guest to end, and for a scheduler to change leaders.
 DRAIN_S = 60.0

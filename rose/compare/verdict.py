@@ -1,8 +1,8 @@
 """Verdict of a comparison: what lending changed, with intervals over pairs of blocks.
 
 Attainment and means are exact counts and sums; percentiles are read off the node's buckets, between
-whose bounds they are interpolated, and decide nothing. Where requests or pairs are too few there is
-no verdict, and it is said how many are missing: intervals over little data look too good.
+whose bounds they are interpolated, and decide nothing. With too few requests or pairs there is no
+verdict but the number that is missing: intervals over little data look too good.
 """
 
 import math

@@ -1,8 +1,8 @@
 """PolicyPublisher: the blocking publisher that every trainer's plugin is built on.
 
-    start     the root holds versions: go on from the newest
-              it does not, and the job has none: version 0 is the checkpoint
-              it does not, and the job has some: the next publication replaces them whole
+    start     the root holds versions: continue from the newest
+              the root and the job have none: version 0 is the checkpoint
+              only the job has some: the next publication is a whole base that replaces them
     publish   named tensors, on all ranks together --> durable, announced, served by `replicas`
 
 The first rank publishes; the others take part, and raise what it raises.

@@ -1,5 +1,4 @@
-"""Versions of trainers that were tested with ROSE: a plugin reaches into one, so others are
-refused.
+"""Versions of trainers that were tested with ROSE; others are refused, since plugins use internals.
 
 ROSE_UNTESTED=trl,verl     allow these, whatever their version
 """

@@ -1,4 +1,4 @@
-"""vLLM's own weight transfer from a trainer, to ROSE: backend `rose` of its trainer engines.
+"""Backend `rose` of vLLM's own weight transfer: a trainer engine that publishes versions.
 
     import rose.integrations.vllm
     engine = WeightTransferTrainerFactory.trainer_init(

@@ -1,7 +1,7 @@
 """Channels and servers of ROSE: the same limits and keepalives on both ends.
 
 With certificates both sides authenticate, and a server checks its table of allowed calls. Without
-them, in plain text, they talk on loopback, or in a network that its operator has fenced.
+certificates connections are plain text, for loopback or a network that its operator has fenced.
 """
 
 import grpc

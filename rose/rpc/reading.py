@@ -1,7 +1,7 @@
 """Reader of protobuf messages into dataclasses, field by field of the same name.
 
 A field's type may name checks, `Annotated[str, check]`: each is called with the value and with the
-words that name it ("RegisterJob.job"), and returns the value or raises.
+field's name for messages ("RegisterJob.job"), and returns the value or raises.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,8 +3,8 @@
     {"n":7,"t":…,"source":"scheduler","event":"lease_granted",…,"prev":H6,"hash":H7}
 
 `hash` is the SHA-256 of the line before it and of `prev`, so a line that is edited, removed or
-swapped breaks the chain, unless it is among the last. `audit.head` covers those: it names the
-newest line and the oldest part that is kept. Keep a copy of it on another machine.
+swapped breaks the chain, unless it is among the last. `audit-NAME.head` covers those: it has the
+number and hash of the newest line, and the number of the oldest. Keep a copy on another machine.
 
 Files rotate as logs do, and the chain continues from part to part and from one life of the
 process to the next. A record that cannot be written is counted, and the next one says how many

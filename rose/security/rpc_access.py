@@ -1,7 +1,7 @@
 """Access check of a gRPC server: each call against the table `RPCS`, by the caller's certificate.
 
     handshake: of our CA, not expired ──► identity, of this cluster ──► role may call the method
-        ──► each request speaks for its caller only ──► the service
+        ──► each request names its caller only ──► the service
     a stream ends with its caller's certificate; the caller reconnects with a newer one
 
 Refused calls reach no service, so they change nothing; `on_refused` gets each with its reason.

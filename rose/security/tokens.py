@@ -2,7 +2,7 @@
 
     rose1.PAYLOAD.SIGNATURE, both base64url without padding
     PAYLOAD    JSON: job, sub (subject), aud (audience), iat and exp (Unix seconds), jti
-    SIGNATURE  Ed25519 of "rose/token/1\n" and the payload as it is sent
+    SIGNATURE  Ed25519 of "rose/token/1\\n" and the payload as it is sent
 
 The signature is checked over the received bytes before they are parsed. A token cannot be
 revoked: it lives for an hour by default, a day at most, and its file is replaced in time.

@@ -9,10 +9,9 @@
                                                     RunResult: tables, JSON, plots
 
 Decisions are the production cores' alone: the simulator hands them the clock and the events, and
-carries out their actions. Whatever stands in for an engine, a link or a trainer has `Modelled` in
-its name. `Scenario` is the input, `RunResult` the
-output. One seed has one history: nothing reads a real clock, and the only randomness is a
-workload's, which does not depend on what policies do.
+carries out their actions. A class that stands in for an engine, a link or a trainer has `Modelled`
+in its name. `Scenario` is the input, `RunResult` the output. One seed has one history: nothing
+reads a real clock, and the only randomness is a workload's, which does not depend on policies.
 """
 
 from rose.simulation.engine_specs import EngineFigures, StepWork, published_engine

@@ -1,9 +1,9 @@
 """Virtual clock: the queue of a simulation's events, and an event loop of asyncio on it.
 
-    event ──► callback ──► all that becomes ready by it, at the same moment
+    event ──► callback ──► all tasks that become ready by it, at the same virtual time
 
 The queue is the only clock; of events at one time the first added goes first. The loop runs the
-gateway's own coroutines in no time at all: nothing here waits, and no thread is ever asked.
+gateway's own coroutines, which take no virtual time: nothing here waits, and no thread is used.
 """
 
 import asyncio

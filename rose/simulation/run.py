@@ -3,8 +3,8 @@
     scenario, policy, seed ──► Simulation ──► RunResult
 
 Everything is built in one order and driven by one queue, so a seed has one history. Many runs are
-spread over Ray where it is asked for, else over processes of this machine; their results come back
-in the order of what was asked, whoever was done first.
+spread over Ray where it is asked for, else over processes of this machine; their results come in
+the order of the requests.
 """
 
 import gc

@@ -6,7 +6,7 @@
     traffic: {azure: code, requests_per_s: 24}
     options: {slack_share: 0.3}
 
-What a set-up says holds unless the file says otherwise. Unknown keys are refused.
+A set-up's values hold for keys that the file does not give. Unknown keys are refused.
 """
 
 from collections.abc import Collection, Mapping

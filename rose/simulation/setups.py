@@ -6,7 +6,7 @@
 | alfworld-32b | 16 rollout, 32 training, up to 64 borrowed | 1,024 in groups of 16 |
 
 `-dapo`: over-sampled and filtered. `-async`: tokens may be one version behind. The paper (arXiv
-2605.06534) says models, cards, batches and groups; whatever else stands here is in `assumptions`.
+2605.06534) gives models, cards, batches and groups; all other figures are in `assumptions`.
 A batch counts episodes: so does `rollout_batch_size` of ROLL, the framework of the paper's authors,
 which has to be a multiple of the group's size.
 """

@@ -1,4 +1,4 @@
-"""`rose doctor` of a cluster: its faults by its scheduler's word, and how to mend them."""
+"""`rose doctor` of a cluster: the faults in its scheduler's snapshot, and how to mend them."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final

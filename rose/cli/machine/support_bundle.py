@@ -1,6 +1,6 @@
-"""`rose support-bundle --out FILE`: what a helper needs to see, without secrets.
+"""`rose support-bundle --out FILE`: an archive of all that support needs, without secrets.
 
-    versions, configuration, newest lines of logs, metrics, the scheduler's word, `rose doctor`
+    versions, configuration, newest lines of logs, metrics, the scheduler's snapshot, `rose doctor`
     ──► secrets are redacted from every text ──► FILE (mode 0600), whole or not at all
 
 Prompts and answers are in none of these logs. Engines' own logs, which may have both, environment

@@ -1,5 +1,4 @@
-"""Checkpoint folders that a trainer saves: the permission to read one, its completeness, its
-tensors.
+"""Checkpoint folders that a trainer saves: permission to read one, completeness, tensors.
 
     path ── below a root of the operator's? ──► folder ── whole? ──► its tensors ── unchanged?
             no: refused, whatever is there        │ not yet: waited for                │ no: refused

@@ -1,7 +1,7 @@
 """Forwarding of all calls that are not the front's own, to the gateway and back, as they come.
 
-Nothing is buffered: a chunk that a slow side has not read yet holds the other one up. A caller that
-hangs up ends its turn at the gateway.
+Nothing is buffered: while one side is slow to read, the other side waits. A caller that hangs up
+ends its turn at the gateway.
 """
 
 import asyncio

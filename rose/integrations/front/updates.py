@@ -1,8 +1,10 @@
 """Updates from checkpoint folders: one after the other, each served before the next begins.
 
     asked ── in turn? ── whole? ── read, published, served ──► its version is in force
-      │ too many wait    │ not within `whole_s`     │ does not fit, not served
+      │ too many wait    │ not within `whole_s`     │ does not fit
       └──────────────────┴──────────────────────────┴────────► refused; the version before stays
+
+A version that is published and not served in time is in force too, and its caller gets an error.
 
 A repeated request for the version in force (a client that timed out repeats it) makes no new one.
 """

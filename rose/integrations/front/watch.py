@@ -1,7 +1,7 @@
 """Watcher of a folder in which a trainer saves checkpoints: each new one becomes a version.
 
-    step_7/ ── whole, and settled or marked? ── newer than the last? ──► published, noted, served
-                no: looked at again               no: left
+    step_7/ ── whole, and settled or marked? ── newer than the last? ──► published, recorded, served
+                no: looked at again               no: ignored
 
 `checkpoint-N`, `global_step_N`, `step_N`, `weight_vN`: a name that ends with its number. If several
 are new the newest wins: no replica needs the ones between. Newer means written later, so a trainer

@@ -7,13 +7,14 @@
 A step has one token of every decoding sequence, then prompt tokens up to its bound; running
 sequences go before waiting ones, the last admitted is preempted first.
 
-What a step costs here does not grow with the sequences in it. All decoding ones get a token in the
-same step, so one counter of decode steps stands for all of them, and a heap of the counts at which
-a sequence ends or needs more KV says whose turn comes. A sequence that a step leaves out lags one
-count behind.
+The cost of simulating a step does not grow with the sequences in it. All decoding sequences get a
+token in the same step, so one counter of decode steps stands for all of them, and a heap holds the
+counts at which a sequence ends or needs more KV. A sequence that a step leaves out lags one count
+behind.
 
 An engine that has its card alone takes all steps up to the next such count as one event (`leaps`).
-Each has its own time; whoever asks or comes in between finds the engine in the step in which it is.
+Each step has its own time: a question or a request in between finds the engine in its present
+step.
 """
 
 import heapq

@@ -10,7 +10,7 @@ KV memory counts units of tokens, and keeps no addresses:
                                                  └── the next turn of the session takes it back
 
 A prefix that several sequences share (the prompt of a group) is held once: it is not evicted while
-any of them runs. Of what is cached the least recently used goes first, as in vLLM's block pool.
+any of them runs. The least recently used cached prefix is evicted first, as in vLLM's block pool.
 """
 
 from collections import OrderedDict

@@ -1,8 +1,8 @@
 """Stand-in for a guest: an engine that asks the gate before each step, with a balloon for its KV.
 
 `decide` is production's, and so are the cap in force, the plan of a shrink and the step model that
-is corrected by each step. The real engine asks every half millisecond; the model asks again so long
-(`wake_s`) after its host published something new, and at once when its guard grants.
+is corrected by each step. The real engine asks the gate every half millisecond; the model asks
+again `wake_s` seconds after its host published, and at once when its guard grants.
 """
 
 from collections.abc import Callable

@@ -1,12 +1,12 @@
 """Stand-in for a production host: an engine that serves users, publishes its load and lends KV.
 
-Its deadlines are kept by `DeadlineTracker`, what it lends is decided by `LendingCore`; the model
-carries both out. It hands granules back to itself as soon as its guest has returned
-their memory, and waits for nobody: what is out is missing from its KV memory until then.
+Production's `DeadlineTracker` keeps its deadlines, and `LendingCore` decides how much it lends; the
+model carries both out. A granule is the host's again as soon as the guest has returned its memory;
+until then it is missing from the host's KV memory, and the host does not wait for it.
 
-Its page has the records themselves, without shared memory: host and guest write and read the same
-ones as in production, at the same moments. That a section can be torn or its writer dead is tested
-elsewhere, and does not happen here.
+The page has production's records, without shared memory: host and guest write and read the same
+ones at the same moments. Torn sections and dead writers are tested elsewhere, and do not happen
+here.
 """
 
 from collections.abc import Callable

@@ -4,9 +4,9 @@
                  └── TurnAttempts, Hedging (second copies), TurnJournal
 
 Dispatcher, runner, races, hedging, journals and demand reports are production's own coroutines and
-cores. `ModelledAttempt` stands in for one streamed request. Where the real gateway hears of each
-token, this one looks twice a second how many came, and at once when a turn begins, ends or is
-interrupted; what it believes of a silent replica goes by the time of the last token all the same.
+cores. `ModelledAttempt` stands in for one streamed request. The real gateway receives each token;
+this one counts new tokens twice a second, and at once when a turn begins, ends or is interrupted.
+Its rule for silent replicas uses the time of the last token, as in production.
 """
 
 import asyncio

@@ -18,8 +18,8 @@ Learning on LLMs", arXiv 2510.19225, 2025; 1.51x to 1.97x over reserved cards al
   for a window that adapts from step to step; then they train. `OffloadWindow` grows the window
   while training would wait for rollouts anyway, and shrinks it when fewer are left for it;
 * pull-based weight transfer: a new instance fetches the newest version by itself, as all do here;
-* token-level collection and migration: what the turn journal does for every policy here.
-Its leasing is `spot`'s: whatever is offered is taken at once and kept until it is preempted.
+* token-level collection and migration: the turn journal does it for every policy here.
+Its leasing is `spot`'s: each offer is taken at once and kept until it is preempted.
 """
 
 from collections.abc import Sequence

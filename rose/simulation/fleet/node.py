@@ -1,7 +1,7 @@
 """Stand-in for a node daemon: its replicas' leases and updates, and guards of its guests.
 
     scheduler ── commands ──► ModelledNode ── offers, twice a second ──► scheduler
-                                 │ guard, `guard_s`: Seen ──► GrantController ──► grant, on the page
+                                 │ each GUARD_S: Observation ──► GrantController ──► grant on the page
 
 Production's own are the lease state machine of each replica, the guard's core, the reclaim ladder,
 and the choice of the objects that an update needs (`weight_transfer.catalog.Catalog`: the

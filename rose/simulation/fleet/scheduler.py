@@ -1,7 +1,7 @@
 """Shell of the scheduler core under the virtual clock, after `rose.scheduler.service`.
 
 The core is production's, with all its decisions; messages take `latency_s` here, and a write to the
-store `STORE_S`. The core ticks less often than in production, where nothing else would happen.
+store takes `STORE_S`. The core ticks less often than in production, with the same decisions.
 """
 
 from collections import Counter

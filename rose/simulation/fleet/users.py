@@ -2,7 +2,7 @@
 
 The balancer sends a request to the host with the least work, as gateways of serving clusters do.
 The autoscaler is for policies that borrow whole cards: hosts that it scales down are free, the last
-ones first, and serve again the moment that it scales up. That favours these policies: a real host
+ones first, and serve again the moment that it scales up. This favours these policies: a real host
 would have to start first.
 """
 

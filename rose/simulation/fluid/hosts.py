@@ -11,8 +11,8 @@ T(n) = (prefill + output tokens × step(n)) ÷ (1 − λ × prefill): all sequen
 prompts that others bring into it.
 
 Requests are handed out one by one, to the host whose prompts are computed first; how busy hosts are
-otherwise comes from the pool's state. Where in another step a request arrives follows a sequence
-that covers 0 to 1 evenly (multiples of the golden ratio), so that nothing here is drawn.
+otherwise comes from the pool's state. The point of another step at which a request arrives follows
+a sequence that covers 0 to 1 evenly (multiples of the golden ratio), so nothing here is random.
 
 Beside an idle host a guest has all of its card. Beside a busy one it has half, while the host's
 slack is longer than a step of the guest (the gate's rule), and nothing otherwise; the host then

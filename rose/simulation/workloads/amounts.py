@@ -1,7 +1,7 @@
 """Distributions of token counts and times: by a table of quantiles, or log-normal.
 
-Each is sampled with a generator that the caller seeds, and says its mean, so that a fluid model
-may use the same figures.
+Each is sampled with a generator that the caller seeds, and has a mean, which the fluid model
+uses.
 """
 
 import math

@@ -6,8 +6,8 @@ open (ROLL's and verl-agent's recipes, ALFWorld's expert solutions): `assumption
 every table of results prints them.
 
 A file of sessions has one a line: `{"id", "turns": [[start_s, input, output, think_s, api_s], …]}`,
-`input` being the whole context that a turn begins with. A turn of its episode observes what its
-context grew by, and tools take what passed before the next one.
+`input` being the whole context that a turn begins with. A turn of its episode observes the tokens
+by which the context grew, and tools take the time until the next turn (`think_s`).
 """
 
 import gzip
