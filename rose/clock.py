@@ -34,7 +34,7 @@ class Stall:
         self._looked_s = clock()
 
     def look(self) -> float:
-        """Return the seconds since the last look if they exceed the limit, else 0."""
+        """Return the seconds since the last look at the clock if they exceed the limit, else 0."""
         before_s, self._looked_s = self._looked_s, self._clock()
         gap_s = self._looked_s - before_s
         return gap_s if gap_s > self._limit_s else 0.0

@@ -73,7 +73,7 @@ class MetricsServer:
         self._order = asyncio.Lock()
 
     async def start(self) -> None:
-        """Bind the port and begin to answer. Raises ConfigError if the port cannot be bound."""
+        """Bind the metrics port and begin to answer. Raises ConfigError if it cannot be bound."""
         app = web.Application()
         app.router.add_get("/metrics", self._answer)
         files = self._certificates
@@ -89,7 +89,7 @@ class MetricsServer:
         self._listening = port
 
     async def close(self) -> None:
-        """Stop answering, and release the port."""
+        """Stop answering scrapes, and release the port."""
         if self._listening is not None:
             await self._listening.close()
             self._listening = None

@@ -148,7 +148,7 @@ class Span:
     def end(self, attributes: Attributes, error: str = "") -> None:
         """End the span and add its attributes; a non-empty `error` marks it failed.
 
-        Without a tracer nothing happens.
+        Nothing happens without a tracer.
         """
         if self._collected is None:
             return

@@ -37,10 +37,11 @@ class HostLatencies:
 
 @dataclass(frozen=True, slots=True)
 class HostReading:
-    """Counters of one host since its daemon's start, or between two readings. met, missed: requests
-    by their targets.
+    """Counters of one host's requests since its daemon's start, or between two readings of its
+    node's /metrics.
 
-    tokens: sampled by the node's guests.
+    ttft, tpot: histograms. met, missed: requests within their targets, and not. tokens: sampled by
+    the node's guests.
     """
 
     ttft: HostLatencies
@@ -119,7 +120,7 @@ def _latencies(found: Series, name: str) -> HostLatencies:
 
 
 def between(earlier: HostReading, later: HostReading) -> HostReading:
-    """Return the counters' increase from one reading to a later one.
+    """Return the increase of a host's counters from one reading to a later one.
 
     Raises CountersRestartedError.
     """

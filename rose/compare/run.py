@@ -56,7 +56,7 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Duration of the whole plan in seconds."""
+        """Duration of the whole comparison in seconds: all blocks and their settling."""
         return 2 * self.pairs * (self.settle_s + self.block_s)
 
 
@@ -74,8 +74,8 @@ class PlannedBlock:
 
 
 def blocks_of(plan: Plan) -> list[PlannedBlock]:
-    """Return all blocks of a plan in their order; the order within each pair is drawn from the
-    plan's seed.
+    """Return all blocks of a comparison's plan in their order; the order within each pair is drawn
+    from the plan's seed.
     """
     drawn = random.Random(plan.seed)  # noqa: S311 -- an order, no secret
     blocks: list[PlannedBlock] = []
@@ -130,11 +130,11 @@ class Clock(Protocol):
     """Protocol of a clock; the module `time` is one."""
 
     def monotonic(self) -> float:
-        """Return monotonic seconds."""
+        """Return the clock's time in seconds, which never goes back."""
         ...
 
     def sleep(self, seconds: float, /) -> None:
-        """Block for so many seconds."""
+        """Block the caller for so many seconds."""
         ...
 
 
@@ -156,8 +156,8 @@ class ComparisonRun:
     _before: Switches | None = None
 
     def measure(self) -> list[PairRead]:
-        """Carry out the plan, and return the readings of each pair whose two blocks were measured.
-        Raises RoseError.
+        """Carry out the plan of a comparison, and return the readings of each pair whose two blocks
+        were measured. Raises RoseError.
 
         Guests' modes are restored before it ends, in whatever way it ends.
         """

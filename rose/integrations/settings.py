@@ -117,7 +117,9 @@ class TrainerSettings:
         )
 
     def credentials(self) -> GatewayCredentials:
-        """Return the token file and certificates that clients show to the gateway."""
+        """Return the credentials (token file, CA, certificate, key) that clients show to the
+        gateway.
+        """
         return GatewayCredentials(self.token_file, self.ca, self.certificate, self.certificate_key)
 
 

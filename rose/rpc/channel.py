@@ -112,9 +112,9 @@ def make_blocking_channel(
 def make_server(
     access: AccessInterceptor | None = None, max_connections: int = MAX_CALLS
 ) -> grpc.aio.Server:
-    """Return a gRPC server that has no services and ports yet.
+    """Return an asyncio gRPC server that has no services and ports yet.
 
-    access: check of each call, which needs TLS.
+    access: interceptor that checks each call, which needs TLS.
     """
     return grpc.aio.server(
         options=server_options(max_connections),

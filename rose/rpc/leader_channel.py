@@ -230,7 +230,7 @@ class LeaderChannel:
             await asyncio.sleep(pause_s)
 
     async def close(self) -> None:
-        """Close all channels."""
+        """Close all gRPC channels to schedulers."""
         self._given_up += self._channels.values()
         self._channels.clear()
         await self._close_given_up()

@@ -24,7 +24,7 @@ class Silence:
         self.heard()
 
     def heard(self) -> None:
-        """Record a message: the silence begins anew."""
+        """Record a message of the peer: its silence begins anew."""
         self._silent_s = 0.0
         self._heard_s = self._looked_s = self._clock()
 
@@ -44,7 +44,7 @@ class Silence:
 
     @property
     def outdated(self) -> bool:
-        """True if `limit_s` seconds have passed since the last message, whether this process
+        """True if `limit_s` seconds have passed since the peer's last message, whether this process
         listened or not.
         """
         return self._looked_s - self._heard_s >= self._limit_s

@@ -75,8 +75,8 @@ class Record(msgspec.Struct):
 
 
 class Head(msgspec.Struct, frozen=True):
-    """End of a chain: number and hash of the newest record, and the number of the oldest record
-    that is kept.
+    """End of an audit log's chain: number and hash of the newest record, and number of the oldest
+    record that is kept.
     """
 
     n: int
@@ -89,7 +89,8 @@ _HEAD = msgspec.json.Decoder(Head)
 
 
 def sealed(body: dict[str, object], prev: str) -> tuple[bytes, str]:
-    """Return the line of a record (JSON with its SHA-256, newline-terminated) and that hash in hex.
+    """Return the line of an audit record (JSON with its SHA-256, newline-terminated) and that hash
+    in hex.
 
     prev: hash of the record before it.
     """
@@ -99,7 +100,7 @@ def sealed(body: dict[str, object], prev: str) -> tuple[bytes, str]:
 
 
 def opened(line: bytes) -> Record:
-    """Return the record of a line.
+    """Return the record in one line of an audit log.
 
     Raises ValueError if the line is no record, or does not match its hash.
     """
@@ -157,8 +158,8 @@ class AuditLog:
         self._thread = LogThread("rose-audit")
 
     def write(self, event: str, fields: dict[str, object], by: str = "") -> None:
-        """Queue a record for the log's thread, and return at once. by: the operator who asked, or
-        "" if the process decided.
+        """Queue an audit record for the log's thread, and return at once. by: the operator who
+        asked, or "" if the process decided.
 
         A record that does not fit the queue is counted as lost. Fields of more than
         MAX_FIELDS_CHARS are cut.
@@ -191,14 +192,14 @@ class AuditLog:
         return [f"log {self._path.name}: {self._trouble}"] if self._trouble else []
 
     def flush(self, patience_s: float = CLOSE_S) -> bool:
-        """Wait until all earlier records are handled; return False if that takes longer than
-        `patience_s` seconds.
+        """Wait until all earlier audit records are written or lost; return False if that takes
+        longer than `patience_s` seconds.
         """
         return self._thread.flush(patience_s)
 
     def close(self) -> None:
-        """Write the pending records, for at most CLOSE_S seconds, and release the file and its
-        lock.
+        """Write the pending audit records, for at most CLOSE_S seconds, and release the file and
+        its lock.
         """
         self._thread.close(CLOSE_S)
         self._leave()
@@ -395,7 +396,7 @@ class ChainVerdict:
 
 
 def read(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield each line of a log's files, oldest first, with its place FILE:LINE.
+    """Yield each line of an audit log's files, oldest first, with its place FILE:LINE.
 
     Raises ConfigError if there is no such log.
     """
@@ -412,7 +413,7 @@ def read(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def verify(path: Path, known: tuple[int, str] | None = None) -> ChainVerdict:
-    """Follow a log's chain of hashes from its oldest kept record, and return the verdict.
+    """Follow an audit log's chain of hashes from its oldest kept record, and return the verdict.
 
     known: number and hash of a record that was kept elsewhere, which must be in the chain. Raises
     ConfigError if there is no such log.

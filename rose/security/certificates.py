@@ -447,9 +447,9 @@ PATHS = ("ca", "certificate", "key")
 def files_of(
     ca: Path | None, certificate: Path | None, key: Path | None
 ) -> CertificateFiles | None:
-    """Return the files as one object if all three paths are given, None if none is.
+    """Return CertificateFiles of three paths, or None if all three are None.
 
-    Raises ConfigError.
+    Raises ConfigError if only some are given.
     """
     if ca is None and certificate is None and key is None:
         return None

@@ -119,7 +119,7 @@ def server_name(role: Role, cluster: str) -> str:
 
 
 class Own(StrEnum):
-    """Rule by which a request's field must name its caller."""
+    """Rule by which a field of a gRPC request must name the request's caller."""
 
     NAME = "its own name"
     """The field equals the caller's name."""
@@ -131,7 +131,7 @@ class Own(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Permission to call a method.
+    """Permission of a role to call a gRPC method.
 
     field: the request's field that must name the caller; "" allows any request.
     """

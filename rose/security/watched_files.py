@@ -46,8 +46,8 @@ class WatchedFiles(Generic[T]):
         self._value = read()
 
     def newest(self) -> T:
-        """Return the value of the files, made again if one changed; the last value while they
-        cannot be read.
+        """Return the value that `read` makes of the files, made again if a file changed; the last
+        value while they cannot be read.
         """
         with self._lock:
             try:

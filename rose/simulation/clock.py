@@ -100,7 +100,7 @@ class EventQueue:
             call()
 
     def stop(self) -> None:
-        """Make `run` return after the event that runs now."""
+        """Make the queue's `run` return after the event that runs now."""
         self._stopped = True
 
 

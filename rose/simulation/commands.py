@@ -224,7 +224,7 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def _grid(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Return the options of each run of a sweep. Raises ConfigError."""
+    """Return, for each run of a sweep, the constants that it changes. Raises ConfigError."""
     if (args.around is None) == (not args.vary):
         raise ConfigError("give either --vary NAME=A,B,C or --around SHARE")
     if args.around is None:

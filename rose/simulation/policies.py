@@ -81,7 +81,7 @@ POLICIES: Mapping[str, PolicySetup] = MappingProxyType(
 
 
 def setup_of(name: str) -> PolicySetup:
-    """Return the policy of this name. Raises ConfigError for an unknown one."""
+    """Return the set-up of the policy of this name. Raises ConfigError for an unknown one."""
     if name not in POLICIES:
         raise ConfigError(f"there is no policy {name!r}; {_hint(name, list(POLICIES))}")
     return POLICIES[name]
@@ -125,7 +125,7 @@ SETTINGS = (
 
 
 def usual_value(name: str) -> float:
-    """Return the value that production has for a constant of `CONSTANTS`."""
+    """Return the value that a tunable constant of `CONSTANTS` has in production."""
     module, attribute = CONSTANTS[name]
     return float(getattr(module, attribute))
 

@@ -348,7 +348,7 @@ class Simulation:
         )
 
     def result(self) -> RunResult:
-        """Return the result of the run so far.
+        """Return the simulation's result so far.
 
         Raises ConfigError if the policy borrows and there is no serving pool.
         """

@@ -70,7 +70,7 @@ class HostPool:
 
     @property
     def cards(self) -> int:
-        """Number of cards of all hosts."""
+        """Number of cards of all serving hosts in the pool."""
         return self.hosts * self.engine.cards
 
 
@@ -83,7 +83,7 @@ class DedicatedReplicas:
 
     @property
     def cards(self) -> int:
-        """Number of cards of all replicas."""
+        """Number of cards of all dedicated rollout replicas."""
         return self.replicas * self.engine.cards
 
 
@@ -120,7 +120,7 @@ class ClusterSpec:
 
     @property
     def cards(self) -> int:
-        """Number of cards of hosts, dedicated replicas and trainer."""
+        """Number of cards of the whole cluster: hosts, dedicated replicas and training."""
         serving = self.serving.cards if self.serving else 0
         return serving + self.dedicated.cards + self.training_cards
 

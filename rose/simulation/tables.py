@@ -66,7 +66,9 @@ def _run_row(result: RunResult, label: str, base: RunResult) -> dict[str, str]:
 def view(
     results: Sequence[RunResult], label: Callable[[RunResult, int], str], title: str = ""
 ) -> View:
-    """Return a view with a row for each run, compared with the first, and the runs' assumptions."""
+    """Return a view of simulated runs: a table with a row for each, compared with the first, and
+    their assumptions.
+    """
     rows = [_run_row(each, label(each, at), results[0]) for at, each in enumerate(results)]
     table = _table(rows, title, spare=("GUEST GPU H", "TRAJ P50 S"))
     assumed = _assumed(line for each in results for line in each.assumptions)

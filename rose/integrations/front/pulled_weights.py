@@ -102,7 +102,7 @@ class PulledWeights:
             raise RefusedError(f"{source} holds no changes that can be read: {error!r}") from error
 
     def named(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """Yield each tensor of the copy with its name."""
+        """Yield the name and content of each tensor of the front's copy."""
         for name, tensor in self._tensors.items():
             yield name, tensor_of(tensor)
 
@@ -187,9 +187,9 @@ def _entries(folder: Path, shard: Shard) -> Iterator[tuple[CheckpointEntry, byte
 
 
 def _decompressed(data: bytes, most: int) -> bytes:
-    """Return the decompressed content.
+    """Return zstd data decompressed.
 
-    Raises RefusedError if the frame does not say that it is at most `most` bytes: that size is
+    Raises RefusedError unless its frame says that it is at most `most` bytes: that size is
     allocated at once.
     """
     if not 0 <= zstandard.frame_content_size(data) <= most:

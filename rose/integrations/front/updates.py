@@ -47,7 +47,10 @@ class VersionPublisher(Protocol):
         """
 
     def wait_served(self, version: int, replicas: int | None = None) -> None:
-        """Block until this many replicas serve the version or a newer one."""
+        """Block until this many replicas (default: the settings') serve the version or a newer one.
+
+        Raises RoseError if that takes too long.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,8 +147,8 @@ class CheckpointWatcher:
 
     @property
     def waits(self) -> bool:
-        """True if the last look saw a whole checkpoint whose files have been unchanged for less
-        than `settled_s` seconds.
+        """True if the last look saw a whole checkpoint whose files had been there unchanged for
+        less than `settled_s` seconds.
         """
         return any(self._clock() - since_s < self._settled_s for _, since_s in self._seen.values())
 

@@ -155,7 +155,7 @@ class ModelledEngine:
     # ---- requests ----
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue a sequence, and begin a step if none runs."""
+        """Add a sequence to the engine's waiting queue, and begin a step if none runs."""
         sequence.state = _WAITING
         self.waiting.append(sequence)
         self._land()
@@ -232,7 +232,9 @@ class ModelledEngine:
         return self.spec.max_step_tokens, self.spec.max_sequences
 
     def pause(self, seconds: float) -> None:
-        """Begin no step for so many seconds, as while weights are activated; then wake."""
+        """Begin no step for so many seconds, as while weights are activated, then wake the
+        engine.
+        """
         self._land()
         self.paused_until_ns = max(self.paused_until_ns, self.queue.now_ns + round(seconds * NS))
         self.queue.at_ns(self.paused_until_ns, self.wake)

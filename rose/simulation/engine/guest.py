@@ -66,7 +66,7 @@ class ModelledGuest(ModelledEngine):
 
     @property
     def mapped(self) -> int:
-        """Number of KV granules that have memory."""
+        """Number of the guest's KV granules that have memory now."""
         return self.granules.count - self.held
 
     def borrowed_bytes(self) -> int:
@@ -92,8 +92,8 @@ class ModelledGuest(ModelledEngine):
         )
 
     def heard(self) -> None:
-        """Schedule a question to the gate after the host published, `wake_s` later, if the guest
-        waits to begin a step.
+        """Schedule a question to the gate `wake_s` seconds after the host published its page, if
+        the guest waits to begin a step.
         """
         if self._asks or self.in_step or not (self.waiting or self.prefilling or self.decoding):
             return

@@ -1,7 +1,7 @@
 """Stand-in for a node daemon: its replicas' leases and updates, and guards of its guests.
 
     scheduler ── commands ──► ModelledNode ── offers, twice a second ──► scheduler
-                                 │ each GUARD_S: Observation ──► GrantController ──► grant on the page
+                                 │ each GUARD_S: Observation ──► GrantController ──► grant on page
 
 Production's own are the lease state machine of each replica, the guard's core, the reclaim ladder,
 and the choice of the objects that an update needs (`weight_transfer.catalog.Catalog`: the
@@ -243,7 +243,9 @@ class ModelledReplica:
         return self._leased_s + (self._queue.now_s - since_s if since_s is not None else 0.0)
 
     def activate(self, version: int, job: str, apply_s: float) -> None:
-        """Switch to a version: the engine pauses for `apply_s` seconds and computes its KV anew."""
+        """Switch the replica to a version: its engine pauses for `apply_s` seconds and computes its
+        KV anew.
+        """
         self.version, self.held_job = version, job
         self.engine.recompute()
         self.engine.pause(apply_s)
@@ -263,8 +265,8 @@ class ModelledGuard:
         self.reclaims = 0
 
     def tick(self, now_ns: int) -> None:
-        """Write a grant to the page, and advance a reclaim; skipped for an idle guest within
-        IDLE_GUARD_S of the last tick.
+        """Write a grant to the guest's page, and advance a reclaim of its memory; skipped for an
+        idle guest within IDLE_GUARD_S of the last tick.
         """
         guest = self._guest
         lease = self._replica.lease_epoch()
@@ -355,7 +357,9 @@ class ModelledNode:
             self.queue.every_s(GUARD_S, self._guard, 0.0007 * self.stream)
 
     def report(self) -> None:
-        """Expire leases that are over, and send offers of all replicas whose engines are up."""
+        """Expire leases that are over, and send the scheduler offers of all replicas whose engines
+        are up.
+        """
         for replica in self.replicas.values():
             replica.step(LeaseTick())
         offers = tuple(each.offer() for each in self.replicas.values() if each.up)

@@ -87,7 +87,7 @@ class ModelledAutoscaler:
         self._free: set[int] = set()
 
     def start(self) -> None:
-        """Schedule a decision every SYNC_S seconds."""
+        """Schedule the autoscaler's decision every SYNC_S seconds."""
         self._queue.every_s(SYNC_S, self._look, 0.0023)
 
     def _look(self) -> None:

@@ -59,7 +59,7 @@ class Deployment:
 
     @property
     def cards(self) -> int:
-        """Number of cards of all hosts."""
+        """Number of cards of all hosts of the deployment."""
         return self.hosts * self.engine.cards
 
     def lendable(self, time_s: float) -> tuple[float, float]:
@@ -118,7 +118,9 @@ class FleetJob:
 
     @property
     def cards(self) -> int:
-        """Number of cards of the job's own."""
+        """Number of cards that the job itself has: its replicas' and its training cards, without
+        borrowed ones.
+        """
         return self.replicas * self.replica_cards + self.training_cards
 
 
@@ -139,7 +141,7 @@ class FleetSpec:
 
     @property
     def cards(self) -> int:
-        """Number of cards of all deployments and jobs."""
+        """Number of cards of the whole fleet: all deployments and jobs."""
         return self.serving_cards + sum(each.cards for each in self.jobs)
 
 

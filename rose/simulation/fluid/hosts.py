@@ -128,7 +128,7 @@ class HostPoolFluid:
         self.serve(mix)
 
     def serve(self, mix: UserMix) -> None:
-        """Set the lengths of requests from now on."""
+        """Set the mean lengths of users' requests from now on."""
         self.mix = mix
         engine = self._engine
         self._line = StepLine.of(engine.profile, mix.context, 0.0)
@@ -136,7 +136,7 @@ class HostPoolFluid:
 
     @property
     def busy(self) -> float:
-        """Share of a host's time that is inside a step."""
+        """Share of a host's time that is inside a step, from 0 to 1."""
         return busy_share(self.in_host, self._hosts)
 
     @property
@@ -293,7 +293,7 @@ class ServingFluid:
 
     @property
     def over(self) -> bool:
-        """True if all requests have arrived."""
+        """True if all users' requests have arrived."""
         return self._next is None
 
     def share_at(self, time_s: float, guests: GuestDuty) -> float:

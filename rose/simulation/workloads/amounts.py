@@ -16,11 +16,11 @@ class Amount(Protocol):
 
     @property
     def mean(self) -> float:
-        """Expected value of the distribution."""
+        """Expected value of an amount."""
         ...
 
     def sample(self, rng: random.Random) -> float:
-        """Return one random value."""
+        """Return one random amount, drawn with the caller's generator."""
         ...
 
 
@@ -45,8 +45,8 @@ class Quantiles:
 
     @property
     def mean(self) -> float:
-        """Expected value: the sum over all pieces of (b − a) ÷ ln(b ÷ a), each weighted by its
-        share.
+        """Expected value of an amount: the sum over all pieces of (b − a) ÷ ln(b ÷ a), each
+        weighted by its share.
         """
         total = 0.0
         for (p, a), (q, b) in zip(self.table, self.table[1:], strict=False):
