@@ -99,8 +99,7 @@ class NamedWeights:
     def finish(self) -> dict[str, TensorBits]:
         """Return all tensors of the checkpoint, by name.
 
-        Raises `UnfitWeightsError` that lists each tensor that is missing, unknown or of another
-        shape or dtype.
+        Raises `UnfitWeightsError` if a tensor is missing, unknown, or of another shape or dtype.
         """
         if self._tied:
             for name in filter(_is_embedding, self._base.keys() - self._bits.keys()):
