@@ -29,8 +29,8 @@ from bench.coserve.plan import (
     ALONE,
     ALONE_AGAIN,
     IDLE_ROSE,
+    ArmCell,
     BenchSettings,
-    Cell,
     PlanBlock,
     quick_settings,
 )
@@ -512,7 +512,7 @@ def _measure(args: argparse.Namespace) -> int:
     return _extract(args)
 
 
-def repeated_blocks(settings: BenchSettings, cells: list[Cell]) -> list[PlanBlock]:
+def repeated_blocks(settings: BenchSettings, cells: list[ArmCell]) -> list[PlanBlock]:
     """Return every load several times, alone and lending, in random order."""
     rng = random.Random(f"rose-repeats/{settings.seed}")  # noqa: S311 - an order, not a secret
     blocks = [

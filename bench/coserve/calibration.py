@@ -6,7 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
-from bench.coserve.plan import CALIBRATION, HOST, BenchSettings, Cell, PlanBlock
+from bench.coserve.plan import CALIBRATION, HOST, ArmCell, BenchSettings, PlanBlock
 from bench.coserve.player import ClosedLoop, Player
 from bench.coserve.records import Calibration, CoserveBlockRecord
 from bench.load.protocol import MOST_RATE_PER_S, LoadShape, Request, generate_segment
@@ -102,7 +102,7 @@ async def find_rates(player: Player, settings: BenchSettings) -> list[Calibratio
         await find_rate(
             player,
             search,
-            replace(block, cell=Cell(busy, traffic, 1.0)),
+            replace(block, cell=ArmCell(busy, traffic, 1.0)),
             settings.calibration_tries,
         )
         found.append(Calibration(busy, traffic, search.nearest[0], search.tries))

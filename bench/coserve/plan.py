@@ -170,7 +170,7 @@ ALL_ARMS = {arm.name: arm for arm in (*ARMS, IDLE_ROSE, IDLE_NAIVE, EVENT_ALONE,
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ArmCell:
     """One host load: `rate_per_s` keeps the host busy for `busy_target` of the time, alone."""
 
     busy_target: float
@@ -186,10 +186,10 @@ class PlanBlock:
     duration_s: float
     round: int
     segment: int
-    cell: Cell | None = None
+    cell: ArmCell | None = None
 
 
-def rounds_wanted(cell: Cell, block_s: float, requests: int, least: int) -> int:
+def rounds_wanted(cell: ArmCell, block_s: float, requests: int, least: int) -> int:
     """Return the rounds until every arm of the cell has seen `requests`."""
     return max(least, math.ceil(requests / (cell.rate_per_s * block_s)))
 
@@ -208,7 +208,7 @@ def fit_rounds(wanted: list[int], one_round_s: float, budget_s: float, least: in
 
 
 def make_rounds(
-    cells: list[Cell], rounds: list[int], block_s: float, idle_block_s: float, seed: int
+    cells: list[ArmCell], rounds: list[int], block_s: float, idle_block_s: float, seed: int
 ) -> list[PlanBlock]:
     """Return all blocks; rounds of cells are interleaved so that a slow hour hits all alike."""
     rng = random.Random(f"rose-coserve/{seed}")  # noqa: S311 - an order, not a secret
@@ -226,7 +226,7 @@ def make_rounds(
     return blocks
 
 
-def make_events(cell: Cell, rounds: int, event_s: float) -> list[PlanBlock]:
+def make_events(cell: ArmCell, rounds: int, event_s: float) -> list[PlanBlock]:
     """Windows of each event. The kill comes before the start that brings the guest back."""
     return [
         PlanBlock(arm, event_s, number, number, cell)

@@ -39,8 +39,8 @@ from bench.coserve.plan import (
     EVENT_BUSY,
     HOST,
     WARM_UP,
+    ArmCell,
     BenchSettings,
-    Cell,
     PlanBlock,
     fit_rounds,
     make_events,
@@ -78,7 +78,7 @@ MODEL_ROOT, LOGS = "models", "logs"
 WRITTEN = (MODEL_ROOT, LOGS, METADATA, RUN, RESULT, "*.jsonl", "steps-*.bin", "*.png")
 
 
-MakeBlocks = Callable[[BenchSettings, list[Cell]], list[PlanBlock]]
+MakeBlocks = Callable[[BenchSettings, list[ArmCell]], list[PlanBlock]]
 
 
 def run_bench(settings: BenchSettings, make_blocks: MakeBlocks | None = None) -> None:
@@ -90,7 +90,7 @@ def run_bench(settings: BenchSettings, make_blocks: MakeBlocks | None = None) ->
         read_trace(settings.trace)
     check_host(ENGINES)
     _prepare(settings.out)
-    asyncio.run(_Run(settings, make_blocks or round_blocks).play())
+    asyncio.run(_CoserveRun(settings, make_blocks or round_blocks).play())
 
 
 def _prepare(out: Path) -> None:
@@ -107,7 +107,7 @@ def _prepare(out: Path) -> None:
     (out / LOGS).mkdir()
 
 
-def round_blocks(settings: BenchSettings, cells: list[Cell]) -> list[PlanBlock]:
+def round_blocks(settings: BenchSettings, cells: list[ArmCell]) -> list[PlanBlock]:
     """Plan the rounds of each load that the budget allows."""
     s = settings
     wanted = [rounds_wanted(c, s.block_s, s.requests_per_arm, s.min_rounds) for c in cells]
@@ -116,7 +116,7 @@ def round_blocks(settings: BenchSettings, cells: list[Cell]) -> list[PlanBlock]:
     return make_rounds(cells, rounds, s.block_s, s.idle_block_s, s.seed)
 
 
-class _Run:
+class _CoserveRun:
     def __init__(self, settings: BenchSettings, make_blocks: MakeBlocks) -> None:
         self._settings = settings
         self._make_blocks = make_blocks
@@ -192,7 +192,7 @@ class _Run:
         if not settings.targets_given:
             self._say(f"targets TTFT {ttft_s:.3f} s, TPOT {tpot_s:.4f} s: host starts again")
             await drills.engines.restart_host(ttft_s, tpot_s)
-        cells = [Cell(r.busy_target, r.traffic, r.rate_per_s) for r in rates]
+        cells = [ArmCell(r.busy_target, r.traffic, r.rate_per_s) for r in rates]
         blocks = self._make_blocks(settings, cells)
         for number, block in enumerate(blocks, 1):
             load = f"{block.cell.busy_target} {block.cell.traffic}" if block.cell else "host off"

@@ -72,7 +72,7 @@ def run_demo(settings: DemoSettings) -> int:
         check_model(settings.host_model)
     layout = RunLayout(settings.out)
     layout.prepare()
-    return asyncio.run(_interruptible(_Run(settings, layout, ports, plan).play()))
+    return asyncio.run(_interruptible(_DemoRun(settings, layout, ports, plan).play()))
 
 
 async def _interruptible(coroutine: Coroutine[None, None, int]) -> int:
@@ -190,7 +190,7 @@ async def _beside(*coroutines: Coroutine[None, None, None]) -> AsyncIterator[Non
         raise error
 
 
-class _Run:
+class _DemoRun:
     """One run from the first process to the report."""
 
     def __init__(self, settings: DemoSettings, layout: RunLayout, ports: Ports, plan: Plan) -> None:

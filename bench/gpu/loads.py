@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.common.checks import FAILS, Check, at_most, exactly_none
 from bench.common.stats import latency_s
-from bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, Cell, PlanBlock
+from bench.coserve.plan import ARMS, IDLE_NAIVE, IDLE_ROSE, ArmCell, PlanBlock
 from bench.coserve.records import CoserveBlockRecord
 from bench.coserve.rows import (
     MIN_REQUESTS_FOR_P99,
@@ -91,7 +91,7 @@ def _stop_checks(found: Evidence) -> list[Check]:
     ]
 
 
-def round_of(cell: Cell, segment: int, number: int, sizes: ServingSizes) -> list[PlanBlock]:
+def round_of(cell: ArmCell, segment: int, number: int, sizes: ServingSizes) -> list[PlanBlock]:
     """Return every arm with the same arrivals, and each guest alone, in random order."""
     name = f"rose-serving/{sizes.seed}/{cell.busy_target}/{cell.traffic}/{number}"
     rng = random.Random(name)  # noqa: S311 - an order, not a secret
@@ -102,7 +102,7 @@ def round_of(cell: Cell, segment: int, number: int, sizes: ServingSizes) -> list
 
 
 async def _measured(
-    session: ServingSession, cell: Cell, segments: Sequence[int], until_s: float
+    session: ServingSession, cell: ArmCell, segments: Sequence[int], until_s: float
 ) -> Measured:
     """Play a round, then others while the longest so far would still end by `until_s`."""
     capacity_rps = await session.capacity_rps()
@@ -160,7 +160,7 @@ async def bursts(session: ServingSession, seconds: float) -> Measured:
     trace = read_trace(session.load_config.trace)
     figures = burst_figures(trace)
     windows = burst_windows(trace, sizes.arm_s, sizes.rounds, sizes.seed)
-    cell = Cell(0.0, "trace", figures["mean_per_s"])
+    cell = ArmCell(0.0, "trace", figures["mean_per_s"])
     found = await _measured(session, cell, windows, until_s)
     return found | {"traffic": {"trace": sizes.trace_digest, **figures, "windows": windows}}
 

@@ -25,7 +25,7 @@ import msgspec
 
 from bench.common.engines import EngineSet
 from bench.coserve.calibration import RateSearch, find_rate, measure_capacity, pace
-from bench.coserve.plan import CALIBRATION, GUEST, HOST, NAIVE, WARM_UP, Cell, PlanBlock
+from bench.coserve.plan import CALIBRATION, GUEST, HOST, NAIVE, WARM_UP, ArmCell, PlanBlock
 from bench.coserve.player import Drill, Granting, Player, engine_http, start_load
 from bench.coserve.records import (
     BLOCKS,
@@ -237,14 +237,14 @@ class ServingSession:
             self.engines.check()
             raise
 
-    async def cell(self, busy: float, traffic: Traffic) -> Cell:
+    async def cell(self, busy: float, traffic: Traffic) -> ArmCell:
         """Return the load that keeps the host alone busy for this share of the time.
 
         Its rate is searched once and kept beside the results; each block measures how busy the host
         really was. Raises RoseError where no rate comes near.
         """
         found = self.rates.get(busy, traffic) or await self._search(busy, traffic)
-        return Cell(busy, traffic, found.rate_per_s)
+        return ArmCell(busy, traffic, found.rate_per_s)
 
     async def capacity_rps(self) -> float:
         """Measure requests/s of this session's host with all of its streams, once."""
@@ -291,7 +291,7 @@ class ServingSession:
         self.say(f"host alone: the rate that keeps it busy for {busy:g} of the time")
         sizes = self.sizes
         search = RateSearch(busy, await pace(self.player))
-        block = PlanBlock(CALIBRATION, sizes.calibration_s, 0, 0, Cell(busy, traffic, 1.0))
+        block = PlanBlock(CALIBRATION, sizes.calibration_s, 0, 0, ArmCell(busy, traffic, 1.0))
         await find_rate(self.player, search, block, sizes.tries)
         rate, nearest = search.nearest
         if abs(nearest - busy) > sizes.busy_tolerance:

@@ -19,7 +19,7 @@ import aiohttp
 
 from bench.common.stats import METRICS, latency_s
 from bench.common.tiny_models import changed
-from bench.coserve.plan import GUEST, ROSE_ARMS, Cell, PlanBlock
+from bench.coserve.plan import GUEST, ROSE_ARMS, ArmCell, PlanBlock
 from bench.coserve.records import CoserveBlockRecord
 from bench.gpu.pieces import Measured, PieceError
 from bench.gpu.serving import ServingSession
@@ -225,7 +225,7 @@ async def _insist_stamped(turns: StampedTurns, report: dict[str, Any]) -> None:
 async def _update(
     session: ServingSession,
     versions: GuestVersions,
-    cell: Cell,
+    cell: ArmCell,
     turns: StampedTurns,
     number: int,
 ) -> tuple[dict[str, Any], list[CoserveBlockRecord]]:
@@ -246,7 +246,7 @@ async def _update(
     return published | report, blocks
 
 
-def _again(record: CoserveBlockRecord, cell: Cell, seconds: float) -> PlanBlock:
+def _again(record: CoserveBlockRecord, cell: ArmCell, seconds: float) -> PlanBlock:
     """Return the same arrivals under the same rules."""
     return PlanBlock(ARM, seconds, record.round, record.segment, cell)
 

@@ -3,7 +3,17 @@
 from collections.abc import Iterable, Sequence
 
 from rose.command_line.output import Said, Table, Tone, TonedText, ago, bytes_of, share_of
-from rose.operate.fleet import Capacity, Fleet, Host, Job, Mode, Node, NodeState, Replica, names
+from rose.operate.fleet import (
+    Capacity,
+    Fleet,
+    HostRow,
+    Job,
+    Mode,
+    NodeRow,
+    NodeState,
+    ReplicaRow,
+    names,
+)
 
 _TONES = {
     "attached": Tone.GOOD,
@@ -87,8 +97,8 @@ def headlines(fleet: Fleet) -> tuple[Said, ...]:
     return tuple(lines)
 
 
-def _releases(nodes: Iterable[Node]) -> str:
-    by: dict[str, list[Node]] = {}
+def _releases(nodes: Iterable[NodeRow]) -> str:
+    by: dict[str, list[NodeRow]] = {}
     for node in nodes:
         by.setdefault(node.release or "an older one", []).append(node)
     return "; ".join(f"{release}: {names(found)}" for release, found in sorted(by.items()))
@@ -102,7 +112,7 @@ NODE_COLUMNS = (
 )  # fmt: skip
 
 
-def nodes_table(fleet: Fleet, nodes: Sequence[Node]) -> Table:
+def nodes_table(fleet: Fleet, nodes: Sequence[NodeRow]) -> Table:
     """Return a table with a row for each host of each node: latencies against their targets, load,
     and lent capacity.
     """
@@ -121,7 +131,7 @@ def nodes_table(fleet: Fleet, nodes: Sequence[Node]) -> Table:
 
 
 def _node_row(
-    fleet: Fleet, node: Node, host: Host | None, replicas: Sequence[Replica]
+    fleet: Fleet, node: NodeRow, host: HostRow | None, replicas: Sequence[ReplicaRow]
 ) -> tuple[Said, ...]:
     capacity = node.capacity
     leased = [r for r in replicas if r.is_guest and r.lease is not None]
@@ -159,7 +169,7 @@ def lends(capacity: Capacity | None) -> str:
     return f"{bytes_of(capacity.lend_bytes)}, {share_of(capacity.lend_compute)}"
 
 
-def ttft(host: Host | None) -> Said:
+def ttft(host: HostRow | None) -> Said:
     """Return a host's p95 TTFT and target as `120 / 2000 ms`, coloured by its distance from the
     target; `-` without a host.
     """
@@ -168,7 +178,7 @@ def ttft(host: Host | None) -> Said:
     return _latency(host, host.ttft_p95_s, host.ttft_target_s, 0)
 
 
-def tpot(host: Host | None) -> Said:
+def tpot(host: HostRow | None) -> Said:
     """Return a host's p95 TPOT and target as `31.0 / 150 ms`, coloured by its distance from the
     target; `-` without a host.
     """
@@ -177,7 +187,7 @@ def tpot(host: Host | None) -> Said:
     return _latency(host, host.tpot_p95_s, host.tpot_target_s, 1)
 
 
-def _latency(host: Host, at_s: float, target_s: float, digits: int) -> Said:
+def _latency(host: HostRow, at_s: float, target_s: float, digits: int) -> Said:
     target = f"{target_s * 1e3:.0f} ms"
     if not host.window_requests and not at_s:
         return TonedText(f"idle / {target}", Tone.FAINT)
@@ -187,14 +197,14 @@ def _latency(host: Host, at_s: float, target_s: float, digits: int) -> Said:
     return TonedText(text, Tone.CARE) if at_s <= target_s else TonedText(f"{text} MISSED", Tone.BAD)
 
 
-def host_name(node: Node, host: Host | None) -> str:
+def host_name(node: NodeRow, host: HostRow | None) -> str:
     """Return the node's name, `serving-0`, or `serving-0/chat` for a host that has a name of its
     own.
     """
     return f"{node.name}/{host.name}" if host and host.name else node.name
 
 
-def kv(host: Host | None) -> Said:
+def kv(host: HostRow | None) -> Said:
     """Return the share of the host's KV cache that is in use, as `61%`; `-` if unknown."""
     share = host.kv_share if host else None
     if share is None:
@@ -210,7 +220,7 @@ REPLICA_COLUMNS = (
 )  # fmt: skip
 
 
-def replicas_table(replicas: Sequence[Replica], title: str = "replicas") -> Table:
+def replicas_table(replicas: Sequence[ReplicaRow], title: str = "replicas") -> Table:
     """Return a table with a row for each replica: its job, lease, engine and load, and the reason
     for its state.
     """
@@ -223,7 +233,7 @@ def replicas_table(replicas: Sequence[Replica], title: str = "replicas") -> Tabl
     )
 
 
-def _replica_row(replica: Replica) -> tuple[Said, ...]:
+def _replica_row(replica: ReplicaRow) -> tuple[Said, ...]:
     lease, engine = replica.lease, replica.engine
     whys = [engine.why if engine else "", lease.why if lease else ""]
     return (
@@ -245,7 +255,7 @@ def _replica_row(replica: Replica) -> tuple[Said, ...]:
     )
 
 
-def engine_state(replica: Replica) -> Said:
+def engine_state(replica: ReplicaRow) -> Said:
     """Return the state of a replica's engine, with its number of restarts if it has any; `-`
     without an engine.
     """
@@ -256,7 +266,7 @@ def engine_state(replica: Replica) -> Said:
     return TonedText(f"{cell.text}, {again} restarts", Tone.CARE) if again else cell
 
 
-def version(replica: Replica) -> str:
+def version(replica: ReplicaRow) -> str:
     """Return the version of weights that a replica holds: `3`, or `3 of JOB` if they are not its
     lease's job's.
     """

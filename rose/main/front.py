@@ -17,7 +17,7 @@ from rose.integrations.front.checkpoint_folder import WeightRoots
 from rose.integrations.front.forwarding import Forwarding
 from rose.integrations.front.server import FrontServer, tell
 from rose.integrations.front.settings import FrontSettings, front_parser, parse_front
-from rose.integrations.front.updates import CheckpointUpdates, VersionPublisher
+from rose.integrations.front.updates import CheckpointUpdates, FrontPublisher
 from rose.integrations.policy_publisher import PolicyPublisher
 from rose.logs.rotating_jsonl import log_to_stderr
 from rose.process.background_tasks import stop_signalled
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-async def _serve(settings: FrontSettings, publisher: VersionPublisher, roots: WeightRoots) -> None:
+async def _serve(settings: FrontSettings, publisher: FrontPublisher, roots: WeightRoots) -> None:
     stop = stop_signalled()
     async with listening(settings, publisher, roots) as port:
         scheme = "https" if settings.trainer.certificates() else "http"
@@ -54,7 +54,7 @@ async def _serve(settings: FrontSettings, publisher: VersionPublisher, roots: We
 
 @asynccontextmanager
 async def listening(
-    settings: FrontSettings, publisher: VersionPublisher, roots: WeightRoots
+    settings: FrontSettings, publisher: FrontPublisher, roots: WeightRoots
 ) -> AsyncIterator[int]:
     """Serve a front while the block runs, and yield its port.
 

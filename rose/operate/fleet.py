@@ -45,7 +45,7 @@ class NodeState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostRow:
     """Serving engine of a node, with latencies, load and targets; name: "" for the only one.
 
     source: `plugin`, or `scrape`, whose figures are some seconds old. Figures are None if unknown.
@@ -107,7 +107,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeRow:
     """Machine of the fleet. confirms: it confirms new modes; confirmed_s: how long that took.
 
     heard_s: seconds since its last message, None if unknown. release: its ROSE version.
@@ -120,7 +120,7 @@ class Node:
     cluster: str
     confirms: bool
     confirmed_s: float | None
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostRow, ...]
     capacity: Capacity | None
     replicas: tuple[str, ...]
 
@@ -131,7 +131,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class LeaseRow:
     """Lease of a replica to a job. why: reason of the last decision about it."""
 
     job: str
@@ -164,7 +164,7 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class ReplicaRow:
     """Guest or dedicated replica. held_job: job of its weights, "" if that is the lease's job.
 
     mode: the replica's own mode, None if an operator set none.
@@ -180,7 +180,7 @@ class Replica:
     held_job: str
     model: str
     mode: Mode | None
-    lease: Lease | None
+    lease: LeaseRow | None
     engine: Engine | None
 
     @property
@@ -190,7 +190,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunRow:
     """Trainer's run of a job, as last known. state: live, silent or ended."""
 
     run: str
@@ -222,7 +222,7 @@ class Job:
     chain: int
     first_version: int
     base: bool
-    run: Run | None
+    run: RunRow | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,23 +234,23 @@ class Fleet:
     overrides: Mapping[str, Mode]
     troubles: tuple[str, ...]
     store_stalled_s: float
-    nodes: tuple[Node, ...]
-    replicas: tuple[Replica, ...]
+    nodes: tuple[NodeRow, ...]
+    replicas: tuple[ReplicaRow, ...]
     jobs: tuple[Job, ...]
 
-    def node(self, name: str) -> Node | None:
+    def node(self, name: str) -> NodeRow | None:
         """Return the node of that name, None if it is unknown."""
         return next((node for node in self.nodes if node.name == name), None)
 
-    def by_node(self) -> dict[str, list[Replica]]:
+    def by_node(self) -> dict[str, list[ReplicaRow]]:
         """Return the replicas by node name; a node without replicas has an empty list."""
-        found: dict[str, list[Replica]] = {node.name: [] for node in self.nodes}
+        found: dict[str, list[ReplicaRow]] = {node.name: [] for node in self.nodes}
         for replica in self.replicas:
             found.setdefault(replica.node, []).append(replica)
         return found
 
     @property
-    def skewed(self) -> list[Node]:
+    def skewed(self) -> list[NodeRow]:
         """Attached nodes that run another ROSE release than the scheduler."""
         return [
             node
@@ -306,8 +306,8 @@ def fleet_of(snapshot: pb.SnapshotReply) -> Fleet:
     )
 
 
-def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
-    hosts: dict[str, list[Host]] = {}
+def _nodes(snapshot: pb.SnapshotReply) -> list[NodeRow]:
+    hosts: dict[str, list[HostRow]] = {}
     for host in snapshot.hosts:
         hosts.setdefault(host.node, []).append(_host(host))
     capacity = {row.node: capacity_of(row) for row in snapshot.capacity}
@@ -318,7 +318,7 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
     away = {node.node: node.away_s for node in snapshot.away}
     names = attached.keys() | hosts.keys() | capacity.keys() | of_node.keys()
     found = [
-        Node(name, NodeState.AWAY, away_s, "", "", False, None, (), None, ())
+        NodeRow(name, NodeState.AWAY, away_s, "", "", False, None, (), None, ())
         for name, away_s in away.items()
         if name not in names
     ]
@@ -327,7 +327,7 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
         heard_s = said.silent_s if name in attached else None
         silent = heard_s is not None and heard_s > SILENT_S
         found.append(
-            Node(
+            NodeRow(
                 name,
                 NodeState.SILENT if silent else NodeState.ATTACHED,
                 heard_s,
@@ -343,8 +343,8 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[Node]:
     return sorted(found, key=lambda node: node.name)
 
 
-def _host(said: pb.HostTelemetry) -> Host:
-    return read(Host, said, name=said.host, source=said.source or "unknown")
+def _host(said: pb.HostTelemetry) -> HostRow:
+    return read(HostRow, said, name=said.host, source=said.source or "unknown")
 
 
 def capacity_of(row: pb.NodeCapacity) -> Capacity:
@@ -366,17 +366,17 @@ def _replica(
     lease: pb.LeaseView | None,
     engine: pb.GuestTelemetry | None,
     mode: Mode | None,
-) -> Replica:
+) -> ReplicaRow:
     foreign = bool(row.held_job and row.job and row.held_job != row.job)
     return read(
-        Replica,
+        ReplicaRow,
         row,
         name=row.id,
         kind=_KINDS.get(row.kind, "unknown"),
         version=row.policy_version,
         held_job=row.held_job if foreign else "",
         mode=mode,
-        lease=None if lease is None else read(Lease, lease),
+        lease=None if lease is None else read(LeaseRow, lease),
         engine=None if engine is None else _engine(engine),
     )
 
@@ -399,12 +399,12 @@ def _job(view: pb.JobView) -> Job:
     )
 
 
-def _run(run: pb.RunView) -> Run:
+def _run(run: pb.RunView) -> RunRow:
     state = "ended" if run.ended else "live" if run.live else "silent"
-    return read(Run, run, since_unix_s=run.since_s, state=state)
+    return read(RunRow, run, since_unix_s=run.since_s, state=state)
 
 
-def names(found: Iterable[Node | Replica | Job], most: int = 5) -> str:
+def names(found: Iterable[NodeRow | ReplicaRow | Job], most: int = 5) -> str:
     """Return the names as a text, `a, b, c and 7 more`, with at most `most` of them."""
     every = sorted(each.name for each in found)
     more = f" and {len(every) - most} more" if len(every) > most else ""

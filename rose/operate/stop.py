@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from rose.operate.fleet import Fleet, Node, NodeState, Replica
+from rose.operate.fleet import Fleet, NodeRow, NodeState, ReplicaRow
 
 # The longest `staleAfter` that a policy may say: a node without a scheduler lends nothing then.
 STALE_AFTER_S: Final = 5.0
@@ -151,7 +151,7 @@ def proof_of(fleet: Fleet) -> Proof:
     )
 
 
-def _unheard(node: Node, guests: list[Replica]) -> bool:
+def _unheard(node: NodeRow, guests: list[ReplicaRow]) -> bool:
     """Return True if the node is not known to hold with nothing left on it."""
     if node.state is NodeState.AWAY:
         return True
@@ -162,7 +162,7 @@ def _unheard(node: Node, guests: list[Replica]) -> bool:
     return not held or any(left_of(guest) is not None for guest in guests)
 
 
-def left_of(replica: Replica) -> RemainingGuest | None:
+def left_of(replica: ReplicaRow) -> RemainingGuest | None:
     """Return a guest that still runs or holds memory, None for a guest that is gone."""
     engine = replica.engine
     if engine is None:

@@ -9,13 +9,13 @@ from rose.store.etcd import EtcdAccess, EtcdStore
 from rose.store.opening import StoreName, add_store_options, open_store, taken_store
 from rose.store.protocol import (
     ABSENT,
-    Change,
     Delete,
     Expect,
     LeaseGoneError,
     Listing,
     Put,
     Store,
+    StoreChange,
     StoreEntry,
     Write,
 )
@@ -24,7 +24,6 @@ from rose.store.wrappers import FencedStore, LeadershipLostError, MeteredStore
 
 __all__ = [
     "ABSENT",
-    "Change",
     "Delete",
     "EtcdAccess",
     "EtcdStore",
@@ -38,6 +37,7 @@ __all__ = [
     "Put",
     "SqliteStore",
     "Store",
+    "StoreChange",
     "StoreEntry",
     "StoreName",
     "Write",

@@ -35,11 +35,11 @@ from rose.security.certificates import authorities_in, pair_in
 from rose.store import etcd_pb2 as pb
 from rose.store.protocol import (
     ABSENT,
-    Change,
     Expect,
     LeaseGoneError,
     Listing,
     Put,
+    StoreChange,
     StoreEntry,
     TxnStore,
     Write,
@@ -375,7 +375,7 @@ class EtcdStore(TxnStore):
             return _Readback(False, None)
         return _Readback(False, written.pop() if written else reply.header.revision)
 
-    async def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
+    async def watch(self, since: Listing) -> AsyncGenerator[StoreChange, None]:
         known = {entry.key: entry.revision for entry in since.entries}
         seen, at, pause_s, refused = since.revision, self._link.at, WATCH_PAUSE_S, 0
         while True:
@@ -497,9 +497,9 @@ class EtcdStore(TxnStore):
     def _entry(self, kv: pb.KeyValue) -> StoreEntry:
         return StoreEntry(self._name(kv.key), kv.value, kv.mod_revision)
 
-    def _change(self, event: pb.Event) -> Change:
+    def _change(self, event: pb.Event) -> StoreChange:
         value = None if event.type == pb.Event.DELETE else event.kv.value
-        return Change(self._name(event.kv.key), value, event.kv.mod_revision)
+        return StoreChange(self._name(event.kv.key), value, event.kv.mod_revision)
 
     def _operation(self, write: Write) -> pb.RequestOp:
         key = self._key(write.key)

@@ -39,7 +39,7 @@ class Listing:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StoreChange:
     """Write to a key, or its deletion (value None); revision: that of the transaction.
 
     A deletion that a watch missed, since the history was compacted, has the revision of the listing
@@ -143,7 +143,7 @@ class Store(Protocol):
         """End the lease and delete its keys; do nothing for one that has ended."""
         ...
 
-    def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
+    def watch(self, since: Listing) -> AsyncGenerator[StoreChange, None]:
         """Yield all changes after a listing, in order, each once; never end until cancelled.
 
         The watch outlasts restarts of the store. If the history was compacted meanwhile, it lists
@@ -156,21 +156,21 @@ class Store(Protocol):
         ...
 
 
-def difference(known: dict[str, int], now: Listing) -> list[Change]:
+def difference(known: dict[str, int], now: Listing) -> list[StoreChange]:
     """Return the changes, in order, that lead from `known`, revisions by key, to a newer
     listing.
     """
     there = {entry.key for entry in now.entries}
     changed = [
-        Change(entry.key, entry.value, entry.revision)
+        StoreChange(entry.key, entry.value, entry.revision)
         for entry in now.entries
         if known.get(entry.key) != entry.revision
     ]
-    gone = [Change(key, None, now.revision) for key in sorted(known.keys() - there)]
+    gone = [StoreChange(key, None, now.revision) for key in sorted(known.keys() - there)]
     return sorted(changed + gone, key=lambda change: change.revision)
 
 
-def note(known: dict[str, int], change: Change) -> None:
+def note(known: dict[str, int], change: StoreChange) -> None:
     """Update `known`, revisions by key, for a change."""
     if change.value is None:
         known.pop(change.key, None)

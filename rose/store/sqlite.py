@@ -35,12 +35,12 @@ from rose.clock import boot_clock_s
 from rose.errors import ConfigError, UnavailableError
 from rose.store.protocol import (
     ABSENT,
-    Change,
     Delete,
     Expect,
     LeaseGoneError,
     Listing,
     Put,
+    StoreChange,
     StoreEntry,
     TxnStore,
     Write,
@@ -260,7 +260,7 @@ class SqliteStore(TxnStore):
     async def txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
         return await self._ask(lambda: self._txn(expect, writes))
 
-    async def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
+    async def watch(self, since: Listing) -> AsyncGenerator[StoreChange, None]:
         known = {entry.key: entry.revision for entry in since.entries}
         seen = since.revision
         while True:
@@ -352,7 +352,7 @@ class SqliteStore(TxnStore):
 
     def _changes(
         self, prefix: str, seen: int, known: dict[str, int]
-    ) -> tuple[Sequence[Change], int]:
+    ) -> tuple[Sequence[StoreChange], int]:
         """Return the changes after revision `seen`, and the revision that they lead to."""
         self._end_dead_leases()
         with self._transaction("DEFERRED"):
@@ -365,7 +365,7 @@ class SqliteStore(TxnStore):
                 " AND substr(key, 1, ?) = ? ORDER BY revision, key",
                 (seen, len(prefix), prefix),
             ).fetchall()
-        return [Change(*row) for row in rows], revision
+        return [StoreChange(*row) for row in rows], revision
 
     def _txn(self, expect: Sequence[Expect], writes: Sequence[Write]) -> int | None:
         with self._transaction():

@@ -17,11 +17,11 @@ from typing_extensions import override
 from rose.errors import RefusedError, UnavailableError
 from rose.store.protocol import (
     ABSENT,
-    Change,
     Expect,
     Listing,
     Put,
     Store,
+    StoreChange,
     StoreEntry,
     TxnStore,
     Write,
@@ -62,7 +62,7 @@ class WrappedStore(TxnStore):
     async def revoke_lease(self, lease: int) -> None:
         return await self._asked("revoke_lease", self._store.revoke_lease(lease))
 
-    def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
+    def watch(self, since: Listing) -> AsyncGenerator[StoreChange, None]:
         return self._store.watch(since)
 
     async def close(self) -> None:

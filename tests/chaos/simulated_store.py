@@ -18,7 +18,7 @@ from typing import Any
 from typing_extensions import override
 
 from rose.errors import UnavailableError
-from rose.store import Change, Delete, Expect, LeaseGoneError, Listing, Put, StoreEntry, Write
+from rose.store import Delete, Expect, LeaseGoneError, Listing, Put, StoreChange, StoreEntry, Write
 from rose.store.protocol import TxnStore, difference, note
 from rose.store.wrappers import LEADER
 from tests.chaos.simulated_grpc import LoopProcess
@@ -120,7 +120,7 @@ class SimulatedStore(SimulatedProcess):
         super().__init__(world, STORE)
         self.revision = 0
         self.entries: dict[str, StoreEntry] = {}
-        self._history: list[Change] = []
+        self._history: list[StoreChange] = []
         self._compacted = 0
         self._leases: dict[int, _Lease] = {}
         self._numbers = itertools.count(1)
@@ -194,10 +194,10 @@ class SimulatedStore(SimulatedProcess):
                 lease.keys.discard(write.key)
             if isinstance(write, Delete):
                 if self.entries.pop(write.key, None):
-                    self._history.append(Change(write.key, None, self.revision))
+                    self._history.append(StoreChange(write.key, None, self.revision))
                 continue
             self.entries[write.key] = StoreEntry(write.key, write.value, self.revision)
-            self._history.append(Change(write.key, write.value, self.revision))
+            self._history.append(StoreChange(write.key, write.value, self.revision))
             if write.lease:
                 self._leases[write.lease].keys.add(write.key)
 
@@ -265,10 +265,10 @@ class StoreStub(TxnStore):
             raise LeaseGoneError("the lease is over")
         return done
 
-    async def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
+    async def watch(self, since: Listing) -> AsyncGenerator[StoreChange, None]:
         known, seen = {entry.key: entry.revision for entry in since.entries}, since.revision
         while True:
-            changes: Sequence[Change] = ()
+            changes: Sequence[StoreChange] = ()
             with suppress(UnavailableError):
                 news = await self._ask(ChangesSince(since.prefix, seen))
                 if news == COMPACTED and "a lost re-list after compaction" in self._bugs:

@@ -12,7 +12,7 @@ import pytest
 from rose.errors import ConfigError, UnavailableError
 from rose.scheduler.persistence import load
 from rose.scheduler.restore import restore, take_backup
-from rose.store import ABSENT, Change, EtcdAccess, EtcdStore, Put, SqliteStore
+from rose.store import ABSENT, EtcdAccess, EtcdStore, Put, SqliteStore, StoreChange
 from rose.store.etcd import EtcdLink, UnansweredError, end_of
 from tests.harness.etcd_cluster import EtcdCluster, needs_etcd, running_etcd
 from tests.harness.waiting import PATIENCE_S
@@ -62,7 +62,7 @@ class Follower:
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
-    async def _follow(self, watch: AsyncIterator[Change]) -> None:
+    async def _follow(self, watch: AsyncIterator[StoreChange]) -> None:
         async for change in watch:
             self.revisions.append((change.revision, change.key))
             if change.value is None:

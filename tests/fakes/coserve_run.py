@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.coserve.plan import Cell, PlanBlock, make_events, make_rounds
+from bench.coserve.plan import ArmCell, PlanBlock, make_events, make_rounds
 from executor.step_log import StepLog
 
 NS = 1e9
@@ -33,7 +33,7 @@ class StandInBench:
 
     def write(self) -> Path:
         self.out.mkdir(parents=True, exist_ok=True)
-        cell = Cell(self.busy, "poisson", self.rate_per_s)
+        cell = ArmCell(self.busy, "poisson", self.rate_per_s)
         blocks = make_rounds([cell], [self.rounds], self.block_s, 6.0, seed=0)
         blocks += make_events(cell, 1, 30.0)
         self._host = StepLog(self.out / "steps-host-1.bin", 200_000, lambda: 0)

@@ -7,11 +7,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from rose.store.protocol import (
     ABSENT,
-    Change,
     Expect,
     LeaseGoneError,
     Listing,
     Put,
+    StoreChange,
     StoreEntry,
     TxnStore,
     Write,
@@ -30,7 +30,7 @@ class InMemoryStore(TxnStore):
         self._clock = clock
         self._revision = ABSENT
         self._compacted = ABSENT
-        self._changes: list[Change] = []
+        self._changes: list[StoreChange] = []
         self._leases: dict[int, tuple[float, float]] = {}
         self._lease_of: dict[str, int] = {}
         self._lease_ids = itertools.count(1)
@@ -69,7 +69,7 @@ class InMemoryStore(TxnStore):
             self._set(each.key, value, lease)
         return self._revision
 
-    async def watch(self, since: Listing) -> AsyncGenerator[Change, None]:
+    async def watch(self, since: Listing) -> AsyncGenerator[StoreChange, None]:
         known = {entry.key: entry.revision for entry in since.entries}
         seen = since.revision
         while True:
@@ -111,7 +111,7 @@ class InMemoryStore(TxnStore):
         """Nothing to let go of."""
 
     def _set(self, key: str, value: bytes | None, lease: int) -> None:
-        self._changes.append(Change(key, value, self._revision))
+        self._changes.append(StoreChange(key, value, self._revision))
         self._lease_of.pop(key, None)
         if value is None:
             self.now.pop(key, None)

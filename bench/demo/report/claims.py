@@ -62,7 +62,7 @@ BROKEN_BY_CONTROL: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Claim(Check):
+class DemoClaim(Check):
     """Check with the reason of its verdict.
 
     `exact`: a count, or too exact for an interval to matter.
@@ -74,11 +74,11 @@ class Claim(Check):
 
 def exact(
     name: str, value: float | None, bound: Bound, limit: float, why: str, missing: str = ""
-) -> Claim:
+) -> DemoClaim:
     """Judge a claim by its value alone; `missing` names what a None value lacked."""
     verdict = INCONCLUSIVE if value is None else verdict_of(value, bound, limit)
     why = missing if value is None else why
-    return Claim(name, value, None, limit, verdict, bound=bound, why=why, exact=True)
+    return DemoClaim(name, value, None, limit, verdict, bound=bound, why=why, exact=True)
 
 
 def measured(
@@ -90,14 +90,14 @@ def measured(
     missing: str,
     *,
     throughout: bool = False,
-) -> Claim:
+) -> DemoClaim:
     """Judge a claim by value and interval; `missing` names what None, or no interval, lacked.
 
     throughout: it holds only where the whole interval meets the limit.
     """
     if found is None or found.ci95 is None:
         value = found.value if found else None
-        return Claim(name, value, None, limit, INCONCLUSIVE, bound=bound, why=missing)
+        return DemoClaim(name, value, None, limit, INCONCLUSIVE, bound=bound, why=missing)
     met = [meets(end, bound, limit) for end in found.ci95]
     verdict: Verdict = INCONCLUSIVE
     if all(met) if throughout else meets(found.value, bound, limit):
@@ -106,10 +106,10 @@ def measured(
         verdict, why = FAILS, f"{why}; the whole interval misses"
     else:
         why = f"{why}; the interval contains the limit"
-    return Claim(name, found.value, found.ci95, limit, verdict, bound=bound, why=why)
+    return DemoClaim(name, found.value, found.ci95, limit, verdict, bound=bound, why=why)
 
 
-def learning_claims(records: Records, seed: int) -> Iterator[Claim]:
+def learning_claims(records: Records, seed: int) -> Iterator[DemoClaim]:
     """Judge that reward rises, and success on maps never trained on."""
     first, last = (measures.rewards_by_group(records, steps) for steps in measures.fifths(records))
     yield measured(
@@ -128,7 +128,7 @@ def learning_claims(records: Records, seed: int) -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def token_claims(records: Records) -> Iterator[Claim]:
+def token_claims(records: Records) -> Iterator[DemoClaim]:
     """Judge that borrowed tokens are as good as dedicated ones."""
     gap = measures.logprob_gap(records)
     why = "mean absolute difference of engine and trainer logprobs, under the stamped version"
@@ -137,7 +137,7 @@ def token_claims(records: Records) -> Iterator[Claim]:
         yield exact(name, gap[kind], "at most", MAX_LOGPROB_GAP, why, none)
 
 
-def harvest_claims(found: Figures) -> Iterator[Claim]:
+def harvest_claims(found: Figures) -> Iterator[DemoClaim]:
     """Judge that lending turns idle host time into rollouts."""
     enough = found["pairs"] >= ENOUGH_PAIRS
     missing = f"needs {ENOUGH_PAIRS} pairs of blocks with tokens, and ceiling blocks"
@@ -157,7 +157,7 @@ def harvest_claims(found: Figures) -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def host_claims(records: Records, seed: int) -> Iterator[Claim]:
+def host_claims(records: Records, seed: int) -> Iterator[DemoClaim]:
     """Judge that host latencies stay as they are."""
     found = measures.host_impact(records, seed)
     for metric, percent in _LATENCIES:
@@ -173,7 +173,7 @@ def host_claims(records: Records, seed: int) -> Iterator[Claim]:
         )  # fmt: skip
 
 
-def delivery_claims(records: Records) -> Iterator[Claim]:
+def delivery_claims(records: Records) -> Iterator[DemoClaim]:
     """Judge that every trajectory arrives once, and every token has its version."""
     found, sampled = measures.trajectories(records), measures.tokens(records)
     total = sum(sampled[kind] for kind in KINDS)
@@ -200,7 +200,7 @@ def delivery_claims(records: Records) -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def safety_claims(records: Records, least_revocations: int) -> Iterator[Claim]:
+def safety_claims(records: Records, least_revocations: int) -> Iterator[DemoClaim]:
     """Judge that weights are proven, and the faults were real."""
     published, storm = measures.weights(records), measures.faults(records)
     activations, failures = len(records.activations), ("digest_failures", "probe_failures")
@@ -217,7 +217,7 @@ def safety_claims(records: Records, least_revocations: int) -> Iterator[Claim]:
     yield exact("faults: guest killed with SIGKILL", kills, "at least", 1, "kill -9")
 
 
-def sharing_claims(records: Records) -> Iterator[Claim]:
+def sharing_claims(records: Records) -> Iterator[DemoClaim]:
     """Judge that jobs of equal weight get equal time of the guest, and lose none to waiting."""
     found, none = measures.sharing(records), "the guest was never leased"
     if found is None:
@@ -242,7 +242,7 @@ def sharing_claims(records: Records) -> Iterator[Claim]:
     )  # fmt: skip
 
 
-def _claims_of_jobs(records: Records) -> Iterator[Claim]:
+def _claims_of_jobs(records: Records) -> Iterator[DemoClaim]:
     """Judge how jobs share the guest, what each job gets, and the proof of weights."""
     yield from sharing_claims(records)
     # They have no dedicated engine. How many span two versions is a matter of a minute's luck.
@@ -255,7 +255,7 @@ def _claims_of_jobs(records: Records) -> Iterator[Claim]:
     yield next(safety_claims(records, least_revocations=0))
 
 
-def claims_of(records: Records, seed: int) -> list[Claim]:
+def claims_of(records: Records, seed: int) -> list[DemoClaim]:
     """Return the claims that the run was for, in the order of the report.
 
     The quickstart proves what is exact, but not how many trajectories span two versions: of its few
@@ -283,7 +283,7 @@ def claims_of(records: Records, seed: int) -> list[Claim]:
     return claims
 
 
-def exit_code(claims: Sequence[Claim], control: str | None) -> int:
+def exit_code(claims: Sequence[DemoClaim], control: str | None) -> int:
     """Return 0 when no claim fails; of a control, when one that it must break did fail."""
     failed = {claim.name for claim in claims if claim.verdict == "FAILS"}
     if control is None:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from bench.common.stats import FieldDifference, compare
 from bench.demo.report import measures, plots
-from bench.demo.report.claims import BROKEN_BY_CONTROL, Claim, claims_of
+from bench.demo.report.claims import BROKEN_BY_CONTROL, DemoClaim, claims_of
 from bench.demo.report.measures import Figures
 from bench.demo.report.records import Records, read_records
 from bench.load.protocol import join_requests
@@ -149,7 +149,7 @@ def render_report(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def claim_row(claim: Claim) -> tuple[str, str, str, str, str]:
+def claim_row(claim: DemoClaim) -> tuple[str, str, str, str, str]:
     """Return (claim, measured, 95% interval, limit, verdict) as text."""
     interval = f"{number(claim.ci95[0])} … {number(claim.ci95[1])}" if claim.ci95 else ""
     limit = f"{claim.bound} {number(claim.limit)}"

@@ -25,7 +25,7 @@ from rose.command_line.output import (
 )
 from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError
-from rose.operate.fleet import Fleet, Job, Replica, fleet_of
+from rose.operate.fleet import Fleet, Job, ReplicaRow, fleet_of
 
 COLUMNS: Final = (
     "JOB", "MODEL", "VERSION", "STALENESS", "WEIGHT", "REPLICAS", "GUESTS", "TURNS", "RUN",
@@ -196,7 +196,7 @@ def _chain_line(job: Job) -> str:
     return f"versions: newest {job.version}; {job.chain} known, from {begins} on"
 
 
-def _served(rows: Iterable[Replica]) -> str:
+def _served(rows: Iterable[ReplicaRow]) -> str:
     counts: dict[int, int] = {}
     for row in rows:
         if row.healthy:

@@ -28,7 +28,7 @@ from rose.command_line.output import (
 from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.operate.client import PolicyClient
-from rose.operate.fleet import Capacity, Mode, Replica, capacity_of, fleet_of
+from rose.operate.fleet import Capacity, Mode, ReplicaRow, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
 
 if TYPE_CHECKING:
@@ -357,7 +357,7 @@ class NodePolicy:
 
     node: str
     capacity: Capacity
-    guests: tuple[Replica, ...]
+    guests: tuple[ReplicaRow, ...]
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -374,7 +374,7 @@ def _explain(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _policy_of(row: pb.NodeCapacity, replicas: Sequence[Replica]) -> NodePolicy:
+def _policy_of(row: pb.NodeCapacity, replicas: Sequence[ReplicaRow]) -> NodePolicy:
     return NodePolicy(row.node, capacity_of(row), tuple(r for r in replicas if r.is_guest))
 
 

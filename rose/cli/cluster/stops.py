@@ -19,7 +19,7 @@ from rose.command_line.output import Format, View, add_output_options, note, say
 from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.operate.client import PolicyClient
-from rose.operate.fleet import WIRE_MODES, Fleet, Mode, Replica, fleet_of
+from rose.operate.fleet import WIRE_MODES, Fleet, Mode, ReplicaRow, fleet_of
 from rose.operate.stop import STALE_AFTER_S, Proof, proof_of
 from rose.rpc import rose_pb2 as pb
 from rose.store.opening import StoreName, add_store_options, open_store, taken_store
@@ -138,7 +138,7 @@ def _would(fleet: Fleet, mode: Mode, replica: str = "") -> str:
     return f"{len(leased)} leases would be released{_listed(leased)}{ends}"
 
 
-def _listed(leased: list[Replica]) -> str:
+def _listed(leased: list[ReplicaRow]) -> str:
     shown = ", ".join(f"{each.name} of {each.job or '?'}" for each in leased[:5])
     return f" ({shown}{', …' if len(leased) > 5 else ''})" if leased else ""
 

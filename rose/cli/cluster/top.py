@@ -33,7 +33,7 @@ from rose.command_line.output import (
 from rose.command_line.output import Format as OutputFormat
 from rose.command_line.parser import Parser
 from rose.errors import RefusedError
-from rose.operate.fleet import Fleet, Host, Node, NodeState, Replica, fleet_of
+from rose.operate.fleet import Fleet, HostRow, NodeRow, NodeState, ReplicaRow, fleet_of
 
 BAR: Final = 10
 # Time over which the only frame in a pipe has rates.
@@ -153,14 +153,16 @@ def fitted_view(view: View, height: int) -> RenderableType:
     return Group(drawn, rendered(View(None, (TonedText(note, Tone.FAINT),))))
 
 
-def _urgency(node: Node) -> tuple[float, str]:
+def _urgency(node: NodeRow) -> tuple[float, str]:
     """Return a sort key that puts nodes with hosts beyond or near their targets first, then by
     name.
     """
     return -node.strain, node.name
 
 
-def node_rows(frame: Frame, node: Node, replicas: Sequence[Replica]) -> Iterator[tuple[Said, ...]]:
+def node_rows(
+    frame: Frame, node: NodeRow, replicas: Sequence[ReplicaRow]
+) -> Iterator[tuple[Said, ...]]:
     """Yield a row for each of the node's hosts (one without any), then one for each of its
     replicas.
     """
@@ -181,7 +183,7 @@ def node_rows(frame: Frame, node: Node, replicas: Sequence[Replica]) -> Iterator
         yield _guest_row(frame, replica)
 
 
-def _does(node: Node, host: Host | None) -> Said:
+def _does(node: NodeRow, host: HostRow | None) -> Said:
     if node.state is not NodeState.ATTACHED:
         return toned(node.state.value)
     if host is None:
@@ -189,14 +191,14 @@ def _does(node: Node, host: Host | None) -> Said:
     return f"serves {host.running}+{host.waiting}"
 
 
-def _held_back(node: Node) -> Said:
+def _held_back(node: NodeRow) -> Said:
     if node.state is not NodeState.ATTACHED:
         return TonedText(f"last heard {ago(node.heard_s)} ago", Tone.CARE)
     limits = node.capacity.limits if node.capacity else ()
     return f"held back by {'; '.join(limits)}" if limits else ""
 
 
-def _guest_row(frame: Frame, replica: Replica) -> tuple[Said, ...]:
+def _guest_row(frame: Frame, replica: ReplicaRow) -> tuple[Said, ...]:
     engine, lease = replica.engine, replica.lease
     rate = frame.tok_s.get(replica.name)
     whose = f"{lease.job or replica.job} v{version(replica)}" if lease else "not leased"
@@ -212,7 +214,7 @@ def _guest_row(frame: Frame, replica: Replica) -> tuple[Said, ...]:
     )
 
 
-def _doing(replica: Replica) -> Said:
+def _doing(replica: ReplicaRow) -> Said:
     engine = replica.engine
     if engine is None:
         return "-"

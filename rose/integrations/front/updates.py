@@ -34,7 +34,7 @@ MOST_WAITING = 8
 START_LABEL = "default"
 
 
-class VersionPublisher(Protocol):
+class FrontPublisher(Protocol):
     """Protocol of a blocking publisher of versions, such as `PolicyPublisher`."""
 
     @property
@@ -88,7 +88,7 @@ class CheckpointUpdates:
 
     def __init__(
         self,
-        publisher: VersionPublisher,
+        publisher: FrontPublisher,
         roots: WeightRoots,
         *,
         base: Path | None = None,

@@ -25,7 +25,7 @@ from rose.integrations.front.checkpoint_folder import (
     look,
     named_tensors,
 )
-from rose.integrations.front.updates import VersionPublisher
+from rose.integrations.front.updates import FrontPublisher
 from weight_transfer.format.checkpoint import SUFFIX
 
 # Time for which a checkpoint may lack files, since it is being written, before a line is logged.
@@ -47,7 +47,7 @@ class Noted(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class ListedCheckpoint:
     """Whole checkpoint in the watched folder.
 
     name: its step's folder. number: the number at the end of that name.
@@ -63,7 +63,7 @@ class Saved:
         return self.checkpoint.changed_ns, self.number
 
 
-def newest(saved: Sequence[Saved], last: Noted | None) -> Saved | None:
+def newest(saved: Sequence[ListedCheckpoint], last: Noted | None) -> ListedCheckpoint | None:
     """Return the newest of these checkpoints if it is newer than `last`, else None."""
     new = [s for s in saved if last is None or s.age_key > (last.changed_ns, last.number)]
     return max(new, key=lambda each: each.age_key, default=None)
@@ -89,7 +89,7 @@ class CheckpointWatcher:
 
     def __init__(
         self,
-        publisher: VersionPublisher,
+        publisher: FrontPublisher,
         folder: Path,
         state: Path,
         *,
@@ -177,7 +177,7 @@ class CheckpointWatcher:
                 each.logged = True
                 self._say(f"{name} is left out: {why}")
 
-    def _settled(self) -> list[Saved]:
+    def _settled(self) -> list[ListedCheckpoint]:
         """Return the whole checkpoints that may be new, have settled (or are marked), and were not
         refused with these same files.
         """
@@ -201,7 +201,7 @@ class CheckpointWatcher:
                 (stamp, since_s) if stamp == checkpoint.stamp else (checkpoint.stamp, now_s)
             )
             if self._marker or now_s - since_s >= self._settled_s:
-                found.append(Saved(name, number, checkpoint))
+                found.append(ListedCheckpoint(name, number, checkpoint))
         self._seen = seen
         self._note_lacking(lacking, now_s)
         return found

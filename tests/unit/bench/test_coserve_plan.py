@@ -5,11 +5,11 @@ import pytest
 from bench.coserve.calibration import RateSearch
 from bench.coserve.plan import (
     ARMS,
-    Cell,
+    ArmCell,
     make_rounds,
 )
 
-CELLS = [Cell(0.3, "poisson", 5.0), Cell(0.9, "bursty", 30.0)]
+CELLS = [ArmCell(0.3, "poisson", 5.0), ArmCell(0.9, "bursty", 30.0)]
 
 
 def test_every_arm_of_a_round_replays_the_same_segment_in_another_order_each_time() -> None:

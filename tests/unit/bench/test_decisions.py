@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench.coserve.busy_hold import HostBusyHold, limit_of
-from bench.coserve.plan import ARMS, Cell, fit_rounds, rounds_wanted
+from bench.coserve.plan import ARMS, ArmCell, fit_rounds, rounds_wanted
 from bench.gpu import loads, updating
 from bench.gpu import runner as running
 from bench.gpu.measure import Answered, PieceOrder
@@ -94,7 +94,7 @@ def test_another_limit_keeps_the_policys_hysteresis() -> None:
 def test_a_plan_that_is_too_long_loses_the_rounds_of_its_longest_cells(
     budget_s: float, rounds: list[int]
 ) -> None:
-    cells = [Cell(0.3, "poisson", 5.0), Cell(0.9, "poisson", 50.0)]
+    cells = [ArmCell(0.3, "poisson", 5.0), ArmCell(0.9, "poisson", 50.0)]
     wanted = [rounds_wanted(cell, 20, 1_000, 3) for cell in cells]
     assert wanted == [10, 3]
     assert fit_rounds(wanted, 100, budget_s, 3) == rounds
@@ -119,7 +119,7 @@ def test_rounds_go_on_while_the_longest_so_far_would_still_end_in_time(
     session: Any = SimpleNamespace(
         play=play, capacity_rps=nothing, rows=nothing, start_s=0.0, sizes=loads.ServingSizes()
     )
-    cell = Cell(0.6, "poisson", 7.0)
+    cell = ArmCell(0.6, "poisson", 7.0)
     measured = asyncio.run(loads._measured(session, cell, range(most), until_s))
     assert measured["rounds"] == played
     assert len(measured["order"]) == played * (len(ARMS) + 2)

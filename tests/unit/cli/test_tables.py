@@ -8,11 +8,11 @@ from rose.cli.cluster.policy import NodePolicy, explained
 from rose.cli.cluster.top import Frame, Rates, bar, fitted_view, frame_view
 from rose.cli.tables import headlines, nodes_table, replicas_table, tpot, ttft, version
 from rose.command_line.output import Table, Tone, TonedText, text_of
-from rose.operate.fleet import Engine, Fleet, Host, Node, Replica, capacity_of, fleet_of
+from rose.operate.fleet import Engine, Fleet, HostRow, NodeRow, ReplicaRow, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
 
 GIB = 1 << 30
-HOST = Host("", "plugin", 3, 1, 0.31, 0.5, 0.41, 0.5, 0.03, 0.15, 40, 10.0)
+HOST = HostRow("", "plugin", 3, 1, 0.31, 0.5, 0.41, 0.5, 0.03, 0.15, 40, 10.0)
 
 
 def fleet() -> Fleet:
@@ -43,7 +43,7 @@ def cells(table: Table) -> list[dict[str, str]]:
     return [dict(zip(table.columns, map(str, row), strict=True)) for row in table.rows]
 
 
-def nodes(*found: Node) -> list[dict[str, str]]:
+def nodes(*found: NodeRow) -> list[dict[str, str]]:
     return cells(nodes_table(fleet(), found))
 
 
@@ -180,7 +180,7 @@ def row(**more: object) -> pb.NodeCapacity:
     return pb.NodeCapacity(**{**fields, **more})  # type: ignore[arg-type]
 
 
-def said(of: pb.NodeCapacity, *guests: Replica) -> list[str]:
+def said(of: pb.NodeCapacity, *guests: ReplicaRow) -> list[str]:
     return [*explained(NodePolicy("serving-0", capacity_of(of), guests), lambda: NOON)]
 
 
@@ -204,7 +204,7 @@ def test_before_there_is_an_average_the_figures_are_of_now() -> None:
 
 def test_its_load_and_each_guests_reason_follow() -> None:
     engine = Engine("healthy", 0, "freeze", "kv_pressure", "the host needs it", 0, 0, 0, 0, 0, 0, 0)
-    guest = Replica("g0", "guest", "serving-0", "", True, "", 0, "", "", None, None, engine)
+    guest = ReplicaRow("g0", "guest", "serving-0", "", True, "", 0, "", "", None, None, engine)
     lines = said(row(busy_share=0.31, kv_share=0.83), guest)
     assert lines[1] == (
         "  lends nothing; an Active policy would: lends; its host works 31% of the time;"

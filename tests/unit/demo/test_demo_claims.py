@@ -4,13 +4,20 @@ from typing import Any
 import pytest
 
 from bench.demo.cli import CONTROLS
-from bench.demo.report.claims import BROKEN_BY_CONTROL, Claim, claims_of, exact, exit_code, measured
+from bench.demo.report.claims import (
+    BROKEN_BY_CONTROL,
+    DemoClaim,
+    claims_of,
+    exact,
+    exit_code,
+    measured,
+)
 from bench.demo.report.records import read_records
 from rose.compare.bootstrap import Estimate
 from tests.fakes.demo_run import StandInRun
 
 
-def judge(folder: Path, **knobs: Any) -> dict[str, Claim]:
+def judge(folder: Path, **knobs: Any) -> dict[str, DemoClaim]:
     """Claims by name of a synthetic run with these knobs."""
     records = read_records(StandInRun(**knobs).write(folder))
     return {claim.name: claim for claim in claims_of(records, 0)}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench.demo.plan import SHARING_S
-from bench.demo.report.claims import Claim, claims_of, exit_code
+from bench.demo.report.claims import DemoClaim, claims_of, exit_code
 from bench.demo.report.measures import guest_leases, job_measures, sharing
 from bench.demo.report.records import read_records
 from bench.demo.report.report import events, verify, write_report
@@ -19,7 +19,7 @@ shared = partial(StandInRun, quickstart=True, leased_speedup=0.3)
 SHARE = "sharing: part of the guest's time that {} had"
 
 
-def judged(folder: Path, run: StandInRun) -> dict[str, Claim]:
+def judged(folder: Path, run: StandInRun) -> dict[str, DemoClaim]:
     records = read_records(run.write(folder))
     return {claim.name: claim for claim in claims_of(records, 0)}
 

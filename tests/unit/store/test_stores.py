@@ -14,7 +14,6 @@ import pytest
 from rose.errors import ConfigError, UnavailableError
 from rose.store import (
     ABSENT,
-    Change,
     Delete,
     EtcdAccess,
     EtcdStore,
@@ -23,6 +22,7 @@ from rose.store import (
     Put,
     SqliteStore,
     Store,
+    StoreChange,
 )
 from rose.store.opening import StoreName
 from rose.store.sqlite import HEADER_BYTES, LeaseFile
@@ -148,16 +148,16 @@ class TestStoreContract:
         first = await store.put("w/a", b"1")
         await store.put("other", b"1")
         watch = store.watch(since)
-        assert await _next(watch) == Change("w/a", b"1", first)
+        assert await _next(watch) == StoreChange("w/a", b"1", first)
         second = await store.txn((), [Put("w/b", b"2"), Delete("w/a")])
         both = [await _next(watch), await _next(watch)]
         assert sorted(both, key=lambda each: each.key) == [
-            Change("w/a", None, second or 0),
-            Change("w/b", b"2", second or 0),
+            StoreChange("w/a", None, second or 0),
+            StoreChange("w/b", b"2", second or 0),
         ]
         lease = await store.grant_lease(TTL_S)
         third = await store.put("w/c", b"3", lease)
-        assert await _next(watch) == Change("w/c", b"3", third)
+        assert await _next(watch) == StoreChange("w/c", b"3", third)
         ended = await _next(watch)
         assert (ended.key, ended.value) == ("w/c", None)
         assert ended.revision > third
@@ -176,17 +176,17 @@ class TestStoreContract:
         await store.compact(last)
         watch = store.watch(since)
         found = [await _next(watch) for _ in range(3)]
-        assert found[0] == Change("w/changed", b"2", changed)
+        assert found[0] == StoreChange("w/changed", b"2", changed)
         assert sorted(found[1:], key=lambda each: each.key) == [
-            Change("w/gone", None, last),
-            Change("w/new", b"3", last),
+            StoreChange("w/gone", None, last),
+            StoreChange("w/new", b"3", last),
         ]
         after = await store.put("w/after", b"4")
-        assert await _next(watch) == Change("w/after", b"4", after)
+        assert await _next(watch) == StoreChange("w/after", b"4", after)
         await watch.aclose()
 
 
-async def _next(watch: AsyncIterator[Change]) -> Change:
+async def _next(watch: AsyncIterator[StoreChange]) -> StoreChange:
     async with asyncio.timeout(PATIENCE_S):
         return await anext(watch)
 
