@@ -25,13 +25,13 @@ STAMP: Final = "rose_version"
 SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 
 Hook = Callable[..., Any]
-"""Hook around a function: called with the original, then with the original's arguments."""
+"""Hook around an SGLang function: called with the original, then with the original's arguments."""
 
 logger = logging.getLogger("rose.sglang")
 
 
 class EnginePart(StrEnum):
-    """Part of an engine that a process is. Each loads all plugins."""
+    """Part of an SGLang engine that a process is; each loads all plugins."""
 
     SERVER = "serves HTTP"
     SCHEDULER = "schedules and computes, for one rank"
@@ -39,7 +39,7 @@ class EnginePart(StrEnum):
 
 
 def part_of_engine() -> EnginePart:
-    """Return this process's part: hooks of another part would only load that part's modules."""
+    """Return this process's part of the engine, so that hooks of other parts are not set."""
     if multiprocessing.parent_process() is None:
         return EnginePart.SERVER
     target = getattr(multiprocessing.current_process(), "_target", None)
@@ -61,7 +61,7 @@ def check_version(version: str | None = None) -> None:
 
 
 def stand_around(hooks: Mapping[str, Hook]) -> None:
-    """Set hooks around these functions, by their full names.
+    """Set hooks around SGLang's functions, given by their full names.
 
     Raises ExecutorError if one cannot be set.
     """
@@ -103,7 +103,7 @@ NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "disable_overlap_schedule": (True, "overlapped scheduling, which holds tokens back"),
     "incremental_streaming_output": (True, "streams that repeat all tokens"),
 }
-"""Required server arguments of a replica, and the meaning of any other value."""
+"""Server arguments that a replica must have, and the feature that any other value turns on."""
 
 GUEST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "tp_size": (1, "a guest on several GPUs"),
@@ -120,7 +120,7 @@ HOST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
         "dp_size",
     )
 } | {"enable_pdmux": (False, "prefill and decode multiplexed on one GPU")}
-"""Required arguments of a host, whose steps would be published wrongly with others."""
+"""Server arguments that a host must have, since its steps would be published wrongly otherwise."""
 
 LENDING_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     name: NEEDED[name] for name in ("enable_hierarchical_cache", "enable_lmcache")
@@ -129,7 +129,7 @@ LENDING_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "enable_hisparse": (False, "hierarchical sparse attention"),
     "enable_unified_memory": (False, "one memory for several kinds of cache"),
 }
-"""Further required arguments of a lending host."""
+"""Further server arguments that a lending host must have."""
 
 
 def check_features(
@@ -137,7 +137,10 @@ def check_features(
     needed: Mapping[str, tuple[object, str]] = NEEDED,
     what: str = "a replica",
 ) -> None:
-    """Raise ExecutorError for the first argument that breaks a promise of `what`."""
+    """Raise ExecutorError for the first server argument that does not have its needed value.
+
+    needed: by name, the value and the meaning of any other. what: the subject of the error.
+    """
     for name, (value, meaning) in needed.items():
         found = getattr(arguments, name, value)
         if (found or None) != (value or None):
@@ -152,7 +155,9 @@ def client_request_id(engine_request_id: str) -> str:
 
 
 def own_devices(ranks: int) -> tuple[str, ...]:
-    """Return UUIDs of the GPUs of an engine with `ranks` ranks; empty on a CPU, or if unknown."""
+    """Return the UUIDs of the GPUs of an engine with `ranks` ranks; empty on a CPU or if
+    unknown.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -165,7 +170,11 @@ def own_devices(ranks: int) -> tuple[str, ...]:
 
 
 def stamp(batch: Any, result: Any, environ: Mapping[str, str] = os.environ) -> None:  # noqa: ANN401 -- SGLang's
-    """Stamp a step's tokens with the version that its process has active."""
+    """Attach to each token of a step's result the policy version that this process has active.
+
+    The result's `customized_info` gets a list under STAMP, one version for each request of the
+    batch.
+    """
     output = getattr(result, "logits_output", None)
     if output is None:
         return
@@ -174,7 +183,7 @@ def stamp(batch: Any, result: Any, environ: Mapping[str, str] = os.environ) -> N
 
 
 def stamped_run(original: Any, scheduler: Any, batch: Any, *more: Any, **named: Any) -> Any:  # noqa: ANN401
-    """Hook around the scheduler's `run_batch`, for an engine without a gate."""
+    """Run a batch, stamp its tokens and return the result: a hook for an engine without a gate."""
     result = original(scheduler, batch, *more, **named)
     stamp(batch, result)
     return result

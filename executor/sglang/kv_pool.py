@@ -41,11 +41,14 @@ logger = logging.getLogger("rose.kv")
 
 FALLBACK_GRANULE_TOKENS = 256
 Forget = Callable[[int], int]
-"""Has the prefix cache drop about this many unused tokens; returns the blocks that came free."""
+"""Function that has the prefix cache drop about this many unused tokens.
+
+It returns the number of blocks that became free.
+"""
 
 
 class BalloonedAllocator(HeldGranules):
-    """Balloon over an SGLang allocator; `fence` counts engine steps."""
+    """Balloon over an SGLang KV allocator: takes granules of blocks out and puts them back."""
 
     def __init__(
         self,
@@ -55,7 +58,10 @@ class BalloonedAllocator(HeldGranules):
         owned: Callable[[], torch.Tensor],
         forget: Forget,
     ) -> None:
-        """owned: blocks of running requests, each once."""
+        """Take over the allocator.
+
+        owned: returns the blocks of running requests, each once. forget: drops unused prefixes.
+        """
         self._allocator = allocator
         self._owned = owned
         self._forget = forget
@@ -65,16 +71,16 @@ class BalloonedAllocator(HeldGranules):
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks that requests can have at most now."""
+        """Most blocks that requests can have now, all together."""
         return self.granules.blocks - 1 - self.held_blocks
 
     @property
     def held_blocks(self) -> int:
-        """Blocks that the pool has less than at its start."""
+        """Number of blocks in held granules, which the pool has less than at its start."""
         return sum(len(self.granules.blocks_of(granule)) for granule in self.held)
 
     def uses(self) -> Iterator[GranuleUse]:
-        """Return the use of each mapped granule."""
+        """Yield the number of used and cached blocks of each mapped granule."""
         free, owned = self._per_granule(self._free()), self._per_granule(self._owned())
         for granule in range(self.granules.count):
             if granule not in self.held:
@@ -93,11 +99,13 @@ class BalloonedAllocator(HeldGranules):
         return super().take(wanted, fence)
 
     def cleared(self) -> None:
-        """Take held blocks out of an allocator that began anew with all blocks."""
+        """Take held blocks out of an allocator that was cleared and has all blocks again."""
         self._take_out(self.held)
 
     def _missing(self, granules: Collection[int]) -> int:
-        """Return the cached blocks in these granules; none if a request has some of them."""
+        """Return the number of cached blocks in these granules, without those that a request
+        uses.
+        """
         free, owned = self._per_granule(self._free()), self._per_granule(self._owned())
         return sum(
             self._blocks_in(granule) - free[granule] for granule in granules if not owned[granule]
@@ -147,9 +155,9 @@ class BalloonedAllocator(HeldGranules):
 
 
 def kv_pages(allocator: Any, backend: str = AUTO) -> tuple[PageBackend, Granules]:  # noqa: ANN401 -- SGLang's
-    """Return the pages under the blocks of an allocator's KV cache, and its granules.
+    """Return the page backend under the blocks of an allocator's KV cache, and its granules.
 
-    Raises ExecutorError if `backend` cannot be had; AUTO then does without.
+    Raises ExecutorError if `backend` cannot be used; with AUTO the result is a NoPages then.
     """
     page_tokens = int(allocator.page_size)
     blocks = int(allocator.size) // page_tokens + 1
@@ -170,7 +178,7 @@ def kv_pages(allocator: Any, backend: str = AUTO) -> tuple[PageBackend, Granules
 
 
 def _tensors(pool: Any) -> list[Any]:  # noqa: ANN401 -- SGLang's pool, torch's tensors
-    """Return keys and values of all layers, nothing for a pool of another kind."""
+    """Return the key and value tensors of all layers; [] for a pool of another kind."""
     keys, values = getattr(pool, "k_buffer", None), getattr(pool, "v_buffer", None)
     if not isinstance(keys, list) or not isinstance(values, list):
         latent = getattr(pool, "kv_buffer", None)

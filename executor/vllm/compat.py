@@ -19,7 +19,9 @@ _CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
 
 
 class RequestSurface(Protocol):
-    """vllm.v1.request.Request; `arrival_time` is wall-clock seconds, tokens are those so far."""
+    """Type of vllm.v1.request.Request; `arrival_time` is wall-clock seconds, tokens are those so
+    far.
+    """
 
     request_id: str
     arrival_time: float
@@ -32,7 +34,7 @@ class RequestSurface(Protocol):
 
 
 class BlockSurface(Protocol):
-    """vllm.v1.core.kv_cache_utils.KVCacheBlock; `block_hash` names the cached content."""
+    """Type of vllm.v1.core.kv_cache_utils.KVCacheBlock; `block_hash` names the cached content."""
 
     block_id: int
     is_null: bool
@@ -41,7 +43,7 @@ class BlockSurface(Protocol):
 
 
 class FreeQueueSurface(Protocol):
-    """vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue."""
+    """Type of vllm.v1.core.kv_cache_utils.FreeKVCacheBlockQueue."""
 
     num_free_blocks: int
 
@@ -49,7 +51,7 @@ class FreeQueueSurface(Protocol):
 
 
 class BlockPoolSurface(Protocol):
-    """vllm.v1.core.block_pool.BlockPool; `evict_blocks` drops their cached content."""
+    """Type of vllm.v1.core.block_pool.BlockPool; `evict_blocks` drops blocks' cached content."""
 
     num_gpu_blocks: int
     blocks: list[BlockSurface]
@@ -60,15 +62,16 @@ class BlockPoolSurface(Protocol):
 
 
 class KvCacheManagerSurface(Protocol):
-    """vllm.v1.core.kv_cache_manager.KVCacheManager."""
+    """Type of vllm.v1.core.kv_cache_manager.KVCacheManager."""
 
     block_pool: BlockPoolSurface
 
 
 class SchedulerSurface(Protocol):
-    """vllm.v1.core.sched.scheduler.Scheduler; `requests` are unfinished.
+    """Type of vllm.v1.core.sched.scheduler.Scheduler; `requests` are the unfinished ones by id.
 
-    `finished_req_ids`: since the last schedule(). `get_request_counts`: running and waiting ones.
+    `finished_req_ids`: those finished since the last schedule(). `get_request_counts`: numbers of
+    running and waiting requests.
     """
 
     requests: Mapping[str, RequestSurface]
@@ -79,15 +82,16 @@ class SchedulerSurface(Protocol):
 
 
 class NewRequestSurface(Protocol):
-    """vllm.v1.core.sched.output.NewRequestData."""
+    """Type of vllm.v1.core.sched.output.NewRequestData."""
 
     req_id: str
 
 
 class StepSurface(Protocol):
-    """vllm.v1.core.sched.output.SchedulerOutput.
+    """Type of vllm.v1.core.sched.output.SchedulerOutput: one scheduled step.
 
-    `scheduled_new_reqs`: in a step for the first time. `num_scheduled_tokens`: by request id.
+    `scheduled_new_reqs`: requests in a step for the first time. `num_scheduled_tokens`: by request
+    id.
     """
 
     scheduled_new_reqs: Sequence[NewRequestSurface]
@@ -96,14 +100,14 @@ class StepSurface(Protocol):
 
 
 class SampledSurface(Protocol):
-    """vllm.v1.outputs.ModelRunnerOutput: the step's requests, and new tokens of each."""
+    """Type of vllm.v1.outputs.ModelRunnerOutput: a step's requests, and new tokens of each."""
 
     req_ids: Sequence[str]
     sampled_token_ids: Sequence[Sequence[int]]
 
 
 class FinishedSurface(Protocol):
-    """vllm.v1.metrics.stats.FinishedRequestStats; times in seconds."""
+    """Type of vllm.v1.metrics.stats.FinishedRequestStats; times in seconds."""
 
     request_id: str | None
     e2e_latency: float
@@ -114,7 +118,7 @@ class FinishedSurface(Protocol):
 
 
 class IterationSurface(Protocol):
-    """vllm.v1.metrics.stats.IterationStats."""
+    """Type of vllm.v1.metrics.stats.IterationStats."""
 
     finished_requests: Sequence[FinishedSurface]
 
@@ -142,7 +146,7 @@ def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 
 
 
 def check_features(config: Any) -> None:  # noqa: ANN401 -- vLLM's VllmConfig
-    """Raise ExecutorError for the first feature that breaks a promise of a guest."""
+    """Raise ExecutorError for the first feature in the configuration that a guest does not have."""
     for found, meaning, option in _refused(config):
         if found:
             raise ExecutorError(f"a guest on vLLM does not have {meaning}; leave out {option}")
@@ -154,9 +158,9 @@ def capped(
     tokens: int,
     sequences: int,
 ) -> Iterator[None]:
-    """Limit schedule() to `tokens`, and to no new request beyond `sequences` requests.
+    """Limit schedule() inside the context to `tokens`, and to `sequences` requests.
 
-    Running requests run on, in every version.
+    Running requests beyond that run on, in every version; no new one is admitted.
     """
     attribute, most = "max_num_active_reqs", sequences
     if not hasattr(scheduler, attribute):
@@ -174,7 +178,7 @@ def capped(
 
 
 def waiting_requests(scheduler: Any) -> list[Any]:  # noqa: ANN401 -- vLLM's scheduler and requests
-    """Return the waiting requests, in both queues that every version has under its own names."""
+    """Return the waiting requests, from both queues that every vLLM has under its own names."""
     beside = getattr(scheduler, "kv_holding_waiting", None)
     if beside is None:
         beside = scheduler.skipped_waiting
@@ -182,7 +186,7 @@ def waiting_requests(scheduler: Any) -> list[Any]:  # noqa: ANN401 -- vLLM's sch
 
 
 def ended_requests(ended: Iterable[Any]) -> list[tuple[int, str]]:
-    """Return (client index, request id) of finish_requests()'s result: pairs only on 0.25."""
+    """Return the (client index, request id) pairs in finish_requests()'s result, of any version."""
     return [
         (item[1], item[0]) if isinstance(item, tuple) else (item.client_index, item.request_id)
         for item in ended
@@ -204,7 +208,9 @@ def client_request_id(engine_request_id: str) -> str:
 
 
 def own_devices(ranks: int) -> tuple[str, ...]:
-    """Return UUIDs of the GPUs of an engine with `ranks` ranks; empty on a CPU, or if unknown."""
+    """Return the UUIDs of the GPUs of an engine with `ranks` ranks; empty on a CPU or if
+    unknown.
+    """
     from vllm.platforms import current_platform  # a guest has no use for it
 
     if not current_platform.is_cuda():

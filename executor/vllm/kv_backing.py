@@ -52,7 +52,7 @@ HEADROOM_BYTES: Final = 256 << 20
 
 
 class Storage(NamedTuple):
-    """One allocation of `size` bytes, on a kind of device."""
+    """One memory allocation: `size` bytes at `address` on a kind of device."""
 
     device: str
     address: int
@@ -60,14 +60,14 @@ class Storage(NamedTuple):
 
 
 class KvLayout(NamedTuple):
-    """The allocations of a KV cache, and each layer's part of them."""
+    """Memory allocations of a KV cache, and each layer's place in them."""
 
     storages: tuple[Storage, ...]
     extents: tuple[Extent, ...]
 
 
 def kv_bytes(kv_cache_config: Any) -> int:  # noqa: ANN401 -- vLLM's type
-    """Return the size of the KV cache, wherever it lies."""
+    """Return the size of the KV cache in bytes, wherever it lies."""
     tensors = kv_cache_config.kv_cache_tensors
     sizes: list[int] = [tensor.size for tensor in tensors]
     if any(hasattr(tensor, "layers") or tensor.block_stride for tensor in tensors):
@@ -98,9 +98,10 @@ def kv_layout(
     vllm_config: Any,  # noqa: ANN401 -- vLLM's types
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
 ) -> KvLayout | None:
-    """Return the layout; None if memory is out of reach, or blocks overlap or differ in size.
+    """Return the layout of the KV cache; None if ROSE cannot release its pages block by block.
 
-    Blocks differ with several KV groups, or with a draft model beside its target.
+    That is so if memory is out of this process's reach, or blocks overlap or differ in size, as
+    with several KV groups or with a draft model beside its target.
     """
     layers = vllm_config.compilation_config.static_forward_context
     if len(kv_cache_config.kv_cache_groups) != 1 or not _one_size(layers, kv_cache_config):
@@ -151,7 +152,7 @@ def _cache_of(names: list[str], layers: Mapping[str, Any]) -> Any:  # noqa: ANN4
 
 
 def _storage_of(cache: Any, size: int | None = None) -> Storage | None:  # noqa: ANN401 -- a tensor
-    """Return the allocation under it; None if that is not of the requested size."""
+    """Return the allocation under a tensor; None if that is not of the requested size."""
     storage = cache.untyped_storage()
     if size is not None and storage.nbytes() != size:
         return None
@@ -173,14 +174,14 @@ def _page_bytes(config: Any) -> int:  # noqa: ANN401 -- vLLM's types
 
 
 def block_outermost_first(names: Iterable[str]) -> list[str]:
-    """Return vLLM 0.32's layouts, block-outermost ones first, else in order of preference."""
+    """Return vLLM 0.32's layout names, block-outermost ones first, else in order of preference."""
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
     return sorted(names, key=lambda name: not KVCacheLayout[name].is_block_outermost)
 
 
 def packed(config: Any) -> Any:  # noqa: ANN401 -- vLLM's KVCacheConfig
-    """Return a configuration of the same blocks in one allocation, block after block, on 0.25.
+    """Return a configuration with all layers in one allocation, block after block, for vLLM 0.25.
 
     Other versions keep theirs. Raises ExecutorError if blocks cannot be put together.
     """
@@ -209,7 +210,7 @@ def packed(config: Any) -> Any:  # noqa: ANN401 -- vLLM's KVCacheConfig
 def check_views(caches: Iterable[Any]) -> None:
     """Raise ExecutorError unless each layer's tensor has a block's content in one run.
 
-    0.25 makes wrong views of a packed plan where heads come before tokens.
+    vLLM 0.25 makes wrong views of a packed plan where heads come before tokens.
     """
     if not all(cache[0].is_contiguous() for cache in caches):
         raise ExecutorError("the KV cache has heads before tokens; set VLLM_KV_CACHE_LAYOUT=NHD")
@@ -220,9 +221,9 @@ def kv_pages(
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
     backend: str = AUTO,
 ) -> tuple[PageBackend, Granules]:
-    """Return the pages under the KV blocks of an engine, and its granules.
+    """Return the page backend under the KV blocks of an engine, and its granules.
 
-    Raises ExecutorError if `backend` cannot be had; AUTO then does without.
+    Raises ExecutorError if `backend` cannot be used; with AUTO the result is a NoPages then.
     """
     blocks: int = kv_cache_config.num_blocks
     layout = kv_layout(vllm_config, kv_cache_config)
@@ -245,7 +246,7 @@ def kv_pages(
 
 
 def _reservation(layout: KvLayout) -> Reservation | None:
-    """Return the memory that ROSE reserved for all of it."""
+    """Return the Reservation that is the whole KV cache, None if there is none."""
     return reservation_at(layout.storages[0].address) if len(layout.storages) == 1 else None
 
 
@@ -270,7 +271,9 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
 
 
 def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
-    """Return a granule's blocks: its runs are whole pages, or GRANULE_RUN_PAGES at least."""
+    """Return a granule's number of blocks: its runs are whole pages, or GRANULE_RUN_PAGES at
+    least.
+    """
     runs = of_two_blocks(extents)
     shortest = min(run.size for run in runs)
     several = max(1, -(-GRANULE_RUN_PAGES * page_bytes * 2 // shortest))
@@ -280,7 +283,7 @@ def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
 
 
 def reserve_kv(settings: EngineSettings, driver: Driver, size: int) -> Reservation:
-    """Reserve an engine's KV cache of `size` bytes.
+    """Return a new reservation of `size` bytes for an engine's KV cache.
 
     A guest may begin with less than all of its pages: it is ballooned from its first step on, and
     the missing ones may still be its host's. Raises DeviceError or LoanError.
@@ -290,9 +293,10 @@ def reserve_kv(settings: EngineSettings, driver: Driver, size: int) -> Reservati
 
 
 def page_source(settings: EngineSettings, driver: Driver) -> PageSource:
-    """Return the driver; with ROSE_PAGE_SOCKET a lender or borrower there.
+    """Return the source of GPU pages: the driver's pool, or with ROSE_PAGE_SOCKET a lent one.
 
-    Raises LoanError for a guest without a lender. A host serves on without.
+    There a guest gets a PageClient, and a lending host a PageServer, or the pool if it cannot
+    listen. Raises LoanError for a guest without a lender.
     """
     guest = settings.role == GUEST
     page_bytes = driver.granularity

@@ -31,7 +31,7 @@ Block = TypeVar("Block", bound=BlockSurface)
 
 
 class GranuleQueue(Generic[Block]):
-    """Free queue by granules, in the place of vLLM's FreeKVCacheBlockQueue, with its methods."""
+    """Free queue of KV blocks by granules, which replaces vLLM's FreeKVCacheBlockQueue."""
 
     def __init__(self, granules: Granules, blocks: Sequence[Block]) -> None:
         self._granules = granules
@@ -48,12 +48,12 @@ class GranuleQueue(Generic[Block]):
         self.prepend_n(blocks)
 
     def prepend_n(self, blocks: Sequence[Block]) -> None:
-        """Add blocks without cached content."""
+        """Add free blocks without cached content."""
         for block in blocks:
             self._add(self._plain, block)
 
     def append_n(self, blocks: Sequence[Block]) -> None:
-        """Add blocks whose content may be requested again."""
+        """Add free blocks whose content may be requested again."""
         for block in blocks:
             self._add(self._cached, block)
             granule = self._granules.of(block.block_id)
@@ -61,7 +61,7 @@ class GranuleQueue(Generic[Block]):
             self._recency.move_to_end(granule)
 
     def append(self, block: Block) -> None:
-        """Add one block whose content may be requested again."""
+        """Add one free block whose content may be requested again."""
         self.append_n([block])
 
     def popleft(self) -> Block:
@@ -71,7 +71,9 @@ class GranuleQueue(Generic[Block]):
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Block]:
-        """Remove and return the `n` blocks to use next."""
+        """Remove and return the `n` blocks to use next; the caller checks that there are so
+        many.
+        """
         assert self.num_free_blocks >= n
         popped: list[Block] = []
         while len(popped) < n:
@@ -81,7 +83,7 @@ class GranuleQueue(Generic[Block]):
         return popped
 
     def remove(self, block: Block) -> None:
-        """Remove a block that is in the queue. Raises RuntimeError if it is not."""
+        """Remove a free block from the queue. Raises RuntimeError if it is not free."""
         number, granule = block.block_id, self._granules.of(block.block_id)
         plain, cached = self._plain[granule], self._cached[granule]
         if number not in plain and number not in cached:
@@ -101,7 +103,7 @@ class GranuleQueue(Generic[Block]):
         return list(self.iter_blocks_after(None))
 
     def iter_blocks_after(self, cursor: Block | None) -> Iterator[Block]:
-        """Return free blocks roughly in the order of their use, from behind `cursor` on."""
+        """Yield the free blocks behind `cursor`, roughly in the order of their use; None: all."""
         plain = (self._plain[granule] for bucket in self._by_free for granule in bucket)
         cached = (self._cached[granule] for granule in self._recency)
         blocks = (block for group in (*plain, *cached) for block in group.values())
@@ -112,15 +114,15 @@ class GranuleQueue(Generic[Block]):
         yield from blocks
 
     def free_in(self, granule: int) -> int:
-        """Return how many blocks of a granule are free."""
+        """Return the number of free blocks in a granule, plain and cached."""
         return len(self._plain[granule]) + len(self._cached[granule])
 
     def cached_in(self, granule: int) -> int:
-        """Return how many of them have content that may be requested again."""
+        """Return the number of free blocks in a granule whose content may be requested again."""
         return sum(block.block_hash is not None for block in self._cached[granule].values())
 
     def empty_granules(self) -> list[int]:
-        """Return whole granules whose blocks are all free and without cached content."""
+        """Return the full-size granules whose blocks are all free and without cached content."""
         full = self._by_free[self._granules.granule_blocks]
         return [granule for granule in full if not self._cached[granule]]
 
@@ -137,14 +139,18 @@ class GranuleQueue(Generic[Block]):
         return blocks
 
     def cold_granules(self, before_ns: int, most: int) -> list[int]:
-        """Return up to `most` free granules whose prefixes had no return since `before_ns`."""
+        """Return up to `most` wholly free granules into which no prefix was freed since
+        `before_ns`.
+        """
         cold = takewhile(lambda entry: entry[1] < before_ns, self._recency.items())
         seen = islice(cold, MOST_COLD if most else 0)
         size = self._granules.granule_blocks
         return list(islice((g for g, _ in seen if self.free_in(g) == size), most))
 
     def make_plain(self, granule: int) -> list[Block]:
-        """Count the cached blocks of a granule as plain; the caller drops their content."""
+        """Count a granule's cached blocks as plain and return them; the caller drops their
+        content.
+        """
         plain, cached = self._plain[granule], self._cached[granule]
         blocks = list(cached.values())
         plain.update(cached)
@@ -176,7 +182,10 @@ class GranuleQueue(Generic[Block]):
 
 
 class BalloonedPool(HeldGranules):
-    """Balloon over vLLM's block pool, whose free queue it replaces; `fence` counts engine steps."""
+    """Balloon over vLLM's block pool: takes granules of blocks out and puts them back.
+
+    It replaces the pool's free queue by a GranuleQueue.
+    """
 
     def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._pool = pool
@@ -186,11 +195,11 @@ class BalloonedPool(HeldGranules):
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks that requests can have at most now."""
+        """Most blocks that requests can have now, all together."""
         return self._pool.num_gpu_blocks - 1  # The null block is nobody's.
 
     def uses(self) -> Iterator[GranuleUse]:
-        """Return the use of each mapped granule."""
+        """Yield the number of used and cached blocks of each mapped granule."""
         for granule in range(self.granules.count):
             if granule not in self.held:
                 used = self._blocks_in(granule) - self._queue.free_in(granule)

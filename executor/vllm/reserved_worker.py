@@ -27,7 +27,10 @@ _log = logging.getLogger("vllm.rose.worker")
 
 
 class ReservedZeros(TorchFunctionMode):
-    """Mode in which the one allocation of `size` zeroed bytes on `device_type` is `reserve()`."""
+    """Context in which torch.zeros returns `reserve()` for the KV cache's allocation.
+
+    That is the one of `size` int8 elements on `device_type`; `handed_out` counts such calls.
+    """
 
     def __init__(self, size: int, device_type: str, reserve: Callable[[], torch.Tensor]) -> None:
         super().__init__()
@@ -43,7 +46,9 @@ class ReservedZeros(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Run everything but that allocation by torch itself."""
+        """Return `reserve()` for the KV cache's allocation, and torch's own result for any other
+        call.
+        """
         kwargs = kwargs or {}
         if func is torch.zeros and self._is_the_cache(args, kwargs):
             self.handed_out += 1
@@ -57,14 +62,17 @@ class ReservedZeros(TorchFunctionMode):
 
 
 class GatedStart:
-    """Base of a worker class, before vLLM's own; `start_gate` is None without a gate."""
+    """Base of a worker class, before vLLM's own, that gates the forward passes of a guest's start.
+
+    `start_gate` is None for an engine that starts ungated.
+    """
 
     model_runner: Any
     start_gate: StartGate | None = None
     _start_hook: Any = None
 
     def load_model(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 -- vLLM's own
-        """Load, and gate the model's passes from here on. Raises ExecutorError without a page."""
+        """Load the model as vLLM does, and gate its passes from here on. Raises ExecutorError."""
         super().load_model(*arguments, **options)  # type: ignore[misc]
         self.start_gate = gate = StartGate.from_environ(os.environ)
         if gate is not None:
@@ -72,7 +80,10 @@ class GatedStart:
             self._start_hook = model.register_forward_pre_hook(lambda *_: _pass(gate))
 
     def compile_or_warm_up_model(self) -> Any:  # noqa: ANN401 -- vLLM's own
-        """Warm up and capture; the passes that follow are steps, which the scheduler gates."""
+        """Warm up and capture graphs as vLLM does, then remove the gate of the start.
+
+        The passes that follow are steps, which the scheduler gates.
+        """
         try:
             return super().compile_or_warm_up_model()  # type: ignore[misc]
         finally:
@@ -90,13 +101,18 @@ def _pass(gate: StartGate) -> None:
 
 
 class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types are not ours
-    """The stock GPU worker over memory that ROSE reserved; a guest's start passes the gate."""
+    """GPU worker of vLLM whose KV cache lies in memory that ROSE reserved and can give back.
+
+    A guest's start passes the gate.
+    """
 
     device: torch.device
     vllm_config: Any
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Return the stock worker's layouts, those with small granules first; 0.32 calls this."""
+        """Return the stock worker's layouts, those with small granules first; vLLM 0.32 calls
+        this.
+        """
         layouts: list[str] = super().get_supported_kv_cache_layouts()
         try:
             return block_outermost_first(layouts)
@@ -142,7 +158,7 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
 
 
 def _host_goes_on(error: Exception) -> None:
-    """Warn if the engine is a host, else raise `error`."""
+    """Log a warning if the engine is a host, else raise `error`."""
     if os.environ.get("ROSE_ROLE") != HOST:
         raise error
     _log.warning("KV memory is not reserved; the host serves on without lending it: %s", error)

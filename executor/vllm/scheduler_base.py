@@ -12,7 +12,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class ConfiguredScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
-    """AsyncScheduler if the configuration has `async_scheduling`, else Scheduler."""
+    """Scheduler of vLLM that is asynchronous exactly if the configuration has
+    `async_scheduling`.
+    """
 
     def _update_after_schedule(self, *args: object, **kwargs: object) -> None:
         self._configured()._update_after_schedule(self, *args, **kwargs)

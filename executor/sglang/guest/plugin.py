@@ -61,7 +61,7 @@ FORGET_SHARE: Final = 1 / 8
 
 
 class GuestScheduler(GuestPlugin):
-    """One guest's gate and balloon, and its hooks."""
+    """Gate and balloon of one guest on SGLang, and the hooks around its scheduler."""
 
     log = logging.getLogger("rose.sglang")
 
@@ -79,13 +79,17 @@ class GuestScheduler(GuestPlugin):
         pages, granules = kv_pages(self._allocator, settings.kv_backend)
         self._pool = BalloonedAllocator(self._allocator, granules, pages, self._owned, self._forget)
         self.tokens = 0
-        """Tokens of the next step; 0 for no step."""
+        """Most tokens of the next step; 0 for no step."""
         self.sequences = 0
         """Most sequences of the next step."""
         self.attach(settings, self._pool, self._page_tokens)
 
     def begin(self, running: Any) -> bool:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Return True if a step may begin, over `running` and the waiting requests."""
+        """Ask the gate and fit the KV memory; return True if a step may begin.
+
+        running: the batch of running requests; those beyond the granted tokens go back to the
+        queue.
+        """
         self._batch = running
         self._end_aborted()
         held = len(self._pool.held)
@@ -101,7 +105,9 @@ class GuestScheduler(GuestPlugin):
         return self.tokens > 0
 
     def get_new_batch_prefill(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Plan a prefill of no more tokens than granted."""
+        """Plan a prefill of no more tokens than granted, and return what SGLang's function
+        returns.
+        """
         room = self.tokens // self._page_tokens * self._page_tokens
         if not room:
             return None, named.get("running_batch", a[-1] if a else None)
@@ -121,16 +127,18 @@ class GuestScheduler(GuestPlugin):
         *a: Any,  # noqa: ANN401
         **named: Any,  # noqa: ANN401
     ) -> int:
-        """Return no more sequences than granted."""
+        """Return SGLang's number of requests that may be added, limited to the granted
+        sequences.
+        """
         found = int(original(scheduler, running_bs, *a, **named))
         return min(found, self.sequences - running_bs)
 
     def update_running_batch(self, original: Hook, scheduler: Any, batch: Any) -> Any:  # noqa: ANN401
-        """Without permission return None, which skips decode in this step."""
+        """Return SGLang's batch to decode; without a grant None, which skips the decode."""
         return original(scheduler, batch) if self.tokens else None
 
     def run_batch(self, original: Hook, scheduler: Any, batch: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Publish the begin of a step, run it, stamp its tokens."""
+        """Publish the begin of a step, run it, stamp its tokens, and return SGLang's result."""
         self._kv.step_begun()
         self._gate.scheduled(self._load(batch), tokens_of(batch))
         result = original(scheduler, batch, *a, **named)
@@ -138,7 +146,7 @@ class GuestScheduler(GuestPlugin):
         return result
 
     def process_batch_result(self, original: Hook, scheduler: Any, batch: Any, result: Any) -> Any:  # noqa: ANN401
-        """Process a step's output as SGLang does, then publish it."""
+        """Process a step's output as SGLang does, then publish the step's end."""
         before = _output_tokens(batch)
         done = original(scheduler, batch, result)
         self._kv.step_done()
@@ -147,14 +155,16 @@ class GuestScheduler(GuestPlugin):
         return done
 
     def maybe_sleep(self, original: Hook, sleeper: Any) -> None:  # noqa: ANN401 -- SGLang's
-        """Wait for a message; return sooner if KV memory is wanted."""
+        """Wait for a message to an idle engine, about a second at most; less if KV memory is
+        wanted.
+        """
         del original
         for _ in range(IDLE_ROUNDS):
             if sleeper.poller.poll(IDLE_POLL_MS) or self.memory_wanted():
                 return
 
     def clear(self, original: Hook, allocator: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Keep the held granules out of an allocator that begins anew."""
+        """Clear the allocator as SGLang does, and take the held granules out of it again."""
         done = original(allocator)
         if allocator is self._allocator:
             self._pool.cleared()
@@ -164,7 +174,7 @@ class GuestScheduler(GuestPlugin):
         self._requeue(set(request_ids), keep_kv=False)
 
     def _park(self, tokens: int) -> None:
-        """Leave no more running requests than there are tokens, the oldest ones."""
+        """Send all but the `tokens` oldest running requests back to the queue, their KV cached."""
         beyond = self._batch.reqs[tokens:]
         self._requeue({request.rid for request in beyond}, keep_kv=True)
 
@@ -189,7 +199,7 @@ class GuestScheduler(GuestPlugin):
         scheduler.waiting_queue = back + others
 
     def _release(self, request: Any, *, keep_kv: bool) -> None:  # noqa: ANN401 -- SGLang's Req
-        """Free a request's KV; `keep_kv` leaves it to the prefix cache."""
+        """Free a request's KV; with `keep_kv` leave it to the prefix cache."""
         from sglang.srt.mem_cache.common import release_kv_cache
 
         release_kv_cache(request, self._scheduler.tree_cache, checkpoint=keep_kv)
@@ -206,7 +216,7 @@ class GuestScheduler(GuestPlugin):
             batch.filter_batch()
 
     def _tell_capacity(self) -> None:
-        """Adapt SGLang's idle check that no block was lost."""
+        """Set the size of the pool for SGLang's idle check that no block was lost."""
         away = self._pool.held_blocks * self._page_tokens
         self._scheduler.invariant_checker.max_total_num_tokens = self._capacity_tokens - away
 
@@ -283,12 +293,12 @@ class GuestScheduler(GuestPlugin):
 
 
 def _output_tokens(batch: Any) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
-    """Return the tokens of a batch's rollouts so far; a warm-up's do not count."""
+    """Return the number of output tokens of a batch's rollouts so far, without a warm-up's."""
     return sum(len(r.output_ids) for r in batch.reqs if not r.rid.startswith(WARM_UP))
 
 
 def tokens_of(batch: Any) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
-    """Return the tokens of one step: a prefill's new ones, or one a sequence."""
+    """Return the number of tokens of one step: a prefill's new ones, or one for each sequence."""
     if batch.forward_mode.is_extend():
         return int(batch.extend_num_tokens)
     return len(batch.reqs)
@@ -306,7 +316,7 @@ def _check_cache(scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
 
 
 class GuestHooks:
-    """The guest of this process, from the moment its scheduler is about to run, and its hooks."""
+    """Hooks of a guest process, and its GuestScheduler once the scheduler is about to run."""
 
     def __init__(self, settings: EngineSettings, start: StartGate | None = None) -> None:
         self._settings = settings
@@ -315,7 +325,7 @@ class GuestHooks:
 
     @property
     def hooks(self) -> Mapping[str, Hook]:
-        """Hooks by the names of the functions that they are set around."""
+        """Hooks by the full names of the functions that they are set around."""
         guests: dict[str, Callable[..., Any]] = {
             f"{SCHEDULER}._get_new_batch_prefill_raw": GuestScheduler.get_new_batch_prefill,
             f"{SCHEDULER}.get_num_allocatable_reqs": GuestScheduler.get_num_allocatable_reqs,
@@ -333,7 +343,9 @@ class GuestHooks:
         return named
 
     def _attached(self, hook: Callable[..., Any]) -> Hook:
-        """Return a hook of the guest's; SGLang's own function runs alone before there is one."""
+        """Return a hook that calls the guest's method; before there is a guest, SGLang's function
+        alone.
+        """
 
         def around(original: Hook, *a: Any, **named: Any) -> Any:  # noqa: ANN401 -- SGLang's
             if self._guest is None:
@@ -343,7 +355,9 @@ class GuestHooks:
         return around
 
     def run_event_loop(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Attach to a complete scheduler. Raises ExecutorError; SGLang then ends."""
+        """Attach the guest to a complete scheduler, then run SGLang's loop. Raises
+        ExecutorError.
+        """
         check_features(scheduler.server_args, {**NEEDED, **GUEST_NEEDED})
         self._guest = GuestScheduler(scheduler, self._settings)
         if self._start is not None:
@@ -351,20 +365,25 @@ class GuestHooks:
         return original(scheduler)
 
     def should_defer_prefill(self, original: Hook, scheduler: Any, running_batch: Any) -> bool:  # noqa: ANN401
-        """Ask the gate; without permission prefill is deferred as SGLang itself does."""
+        """Ask the gate; return True, which defers prefill, if no step may begin, else SGLang's
+        answer.
+        """
         if self._guest is None or not self._guest.begin(running_batch):
             return True
         return bool(original(scheduler, running_batch))
 
     def forward(self, original: Hook, runner: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Let a pass of the start wait for the host; the scheduler asks the gate for steps."""
+        """Run a forward pass; one of the engine's start waits for the host first."""
         if self._guest is None and self._start is not None:
             self._start.wait()
         return original(runner, *a, **named)
 
 
 def register() -> None:
-    """Entry point of `sglang.srt.plugins`."""
+    """Set the guest's hooks: the entry point of the plugin group `sglang.srt.plugins`.
+
+    It does nothing in other roles and processes, and ends the process if ROSE cannot run here.
+    """
     if os.environ.get("ROSE_ROLE") != GUEST or part_of_engine() is not EnginePart.SCHEDULER:
         return
     try:

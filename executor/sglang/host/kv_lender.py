@@ -31,7 +31,7 @@ ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 
 
 class WarmTokens:
-    """Number of tokens of the requests of a recent while."""
+    """Sliding sum of the tokens of recently ended requests."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[int, int]] = deque()
@@ -43,14 +43,14 @@ class WarmTokens:
         self._sum += tokens
 
     def since(self, ns: int) -> int:
-        """Return the tokens of requests that ended since then; older ones are dropped."""
+        """Return the tokens of requests that ended at `ns` or later; forget older ones."""
         while self._ended and self._ended[0][0] < ns:
             self._sum -= self._ended.popleft()[1]
         return self._sum
 
 
 class LendingAllocator(BalloonedAllocator, HostMemoryPool):
-    """A ballooned pool whose held granules are lent, and count as free."""
+    """Ballooned pool of a host on SGLang whose held granules are lent, and count as free."""
 
     def __init__(
         self,
@@ -60,7 +60,10 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         evictable_tokens: Callable[[], int],
         forget: Forget,
     ) -> None:
-        """evictable_tokens: returns the prefix cache's tokens that no request holds."""
+        """Take over the allocator.
+
+        evictable_tokens: returns the number of the prefix cache's tokens that no request holds.
+        """
         self.lent_blocks = 0
         self._evictable_tokens = evictable_tokens
         self._page_tokens = int(allocator.page_size)
@@ -72,7 +75,7 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
 
     @property
     def free(self) -> KvFree:
-        """Blocks that no request uses."""
+        """Blocks that no request uses, plain and cached, and lent granules."""
         allocator = self._allocator
         staged = getattr(allocator, "num_staged_pages", None)
         plain = len(allocator.free_pages)
@@ -80,11 +83,14 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         return KvFree(plain, self._evictable_tokens() // self._page_tokens, len(self.held))
 
     def owns(self, allocator: Any) -> bool:  # noqa: ANN401 -- SGLang's
-        """Return True if this allocator lends."""
+        """Return True if `allocator` is the one that this pool lends from."""
         return allocator is self._allocator
 
     def lendable(self, count: int) -> list[int]:
-        """Return up to `count` granules to lend: the highest, so that they stay together."""
+        """Return up to `count` free granules to lend: the highest, so that they stay together.
+
+        After a search that found too few, return [] for SEARCH_NS.
+        """
         if self._now_ns < self._search_ns:
             return []
         found = sorted(self._wholly_free(range(self.granules.count)), reverse=True)
@@ -93,11 +99,16 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         return found[:count]
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those that are wholly free; no prefix is dropped for it."""
+        """Hold those of the granules that are wholly free; return their number. No prefix is
+        dropped.
+        """
         return HeldGranules.take(self, granules, fence)
 
     def short_of(self, tokens: int) -> bool:
-        """Take back granules for an allocation; return True if it is worth another try."""
+        """Take lent granules back for an allocation of `tokens`; return False if none was lent.
+
+        After True the allocation is worth another try.
+        """
         if not self._out:
             return False
         blocks = max(1, -(-tokens // self._page_tokens) - self.free.plain)
@@ -105,7 +116,8 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         return True
 
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
-        """Drop prefixes of up to `most` granules' size without a hit in `cold_ns`.
+        """Drop cached prefixes of up to `most` granules' size that had no hit in the last
+        `cold_ns`.
 
         Returns the number of granules; call it in every step, since it also tells the time.
         """
@@ -118,12 +130,12 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         return -(-blocks // self.granules.granule_blocks)
 
     def cleared(self) -> None:
-        """Take lent blocks out of an allocator that began anew with all blocks."""
+        """Take lent blocks out of an allocator that was cleared and has all blocks again."""
         out, self._out, self.lent_blocks = self._out, set(), 0
         self._take_out(out)
 
     def dissolve(self) -> None:
-        """Restore the stock pool, whole, from any state of this one."""
+        """Restore SGLang's own pool with all of its blocks, from any state of this one."""
         self._put_in(set(self._out))
         self._allocator.need_sort = self._sorted_before
 
@@ -147,9 +159,9 @@ def lender_of(
     limits: LendingLimits,
     kv_backend: str = AUTO,
 ) -> tuple[HostLender, LendingAllocator]:
-    """Take over the allocator of an engine without requests.
+    """Return a lender over the allocator of an engine without requests, and its pool.
 
-    Raises ExecutorError if its memory cannot be lent.
+    Raises ExecutorError if the memory cannot be lent.
     """
     check_features(scheduler.server_args, LENDING_NEEDED, "a host that lends")
     allocator = scheduler.token_to_kv_pool_allocator

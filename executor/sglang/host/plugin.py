@@ -55,26 +55,34 @@ logger = logging.getLogger("rose.sglang")
 
 
 class SglangHost(HostPlugin[BatchPublisher]):
-    """Publisher and lender of one scheduler, whose thread alone may call it."""
+    """Publisher and lender of one SGLang scheduler; only the scheduler's thread may call it."""
 
     log = logger
     publisher = BatchPublisher
 
     def __init__(self, scheduler: Any, refused: ExecutorError | None = None) -> None:  # noqa: ANN401 -- SGLang's
-        """refused: the reason why this SGLang cannot be a host, if it is known already."""
+        """Create the host, without publishing; see `attach`.
+
+        refused: the reason why this SGLang cannot be a host, if it is known already.
+        """
         self._scheduler = scheduler
         self._refused = refused
         self.pool: LendingAllocator | None = None
         self._began_ns = self._look_ns = 0
 
     def arrived(self, request: Any, *, again: bool) -> None:  # noqa: ANN401 -- SGLang's Req
-        """Publish a request that came to the queue, or came back."""
+        """Record a request that came to the queue, or came back (`again`), and take memory back for
+        it.
+        """
         if self._observer is not None:
             self._quietly(self._tell_arrival, self._observer, request, again)
             self._lend(arrived=True)
 
     def turn(self, *_: object) -> None:
-        """Begin a turn of the loop; an idle host lends in `idled`."""
+        """Begin a turn of the scheduler's loop; lend or take back if there are requests.
+
+        An idle host lends in `idled`.
+        """
         self._began_ns = time.monotonic_ns()
         if self._lender is not None and (
             self._scheduler.waiting_queue or self._scheduler.running_batch.reqs
@@ -82,14 +90,14 @@ class SglangHost(HostPlugin[BatchPublisher]):
             self._lend()
 
     def begin(self, batch: Any, *_: object) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Publish the begin of a step."""
+        """Record and publish the begin of a step."""
         if self._lender is not None:
             self._lender.step_begun()
         if self._observer is not None:
             self._quietly(self._observer.began, batch, self._began_ns)
 
     def done(self, batch: Any, *_: object) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Publish a processed step."""
+        """Record a processed step."""
         if self._lender is not None:
             self._lender.step_done()
             self._note_ended(batch)
@@ -97,7 +105,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
             self._quietly(self._observer.stepped, batch)
 
     def aborted(self, *_: object) -> None:
-        """Publish that requests were aborted."""
+        """Publish the remaining requests after an abort."""
         if self._observer is not None:
             self._quietly(self._observer.aborted)
 
@@ -113,15 +121,15 @@ class SglangHost(HostPlugin[BatchPublisher]):
 
     @property
     def awake(self) -> bool:
-        """True if an idle host has more to lend."""
+        """True if an idle host has more to lend and must not sleep."""
         return self._lender is not None and self._lender.pending
 
     def leave(self) -> None:
-        """Leave the page for its next host."""
+        """Release the page's seat, for its next host."""
         self._quietly(self._leave)
 
     def stop_lending(self, why: Exception | None = None) -> None:
-        """Restore SGLang's own pool, whole."""
+        """Take lent memory back and restore SGLang's own pool."""
         super().stop_lending(why)
         if self._lender is None:
             self.pool = None
@@ -167,7 +175,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
 
 
 class HostHooks:
-    """The host of this process, once it has a scheduler, and its hooks."""
+    """Hooks of a host process, and its SglangHost once there is a scheduler."""
 
     def __init__(self, *, lends: bool) -> None:
         self._lends = lends
@@ -176,12 +184,14 @@ class HostHooks:
 
     @property
     def host(self) -> SglangHost | None:
-        """The host, None before there is a scheduler and on ranks that do not publish."""
+        """Host of this process; None before there is a scheduler and on ranks that do not
+        publish.
+        """
         return self._host
 
     @property
     def hooks(self) -> Mapping[str, Hook]:
-        """Hooks by the names of the functions that they are set around."""
+        """Hooks by the full names of the functions that they are set around."""
         named: dict[str, Hook] = {
             f"{SCHEDULER}.__init__": self.made,
             f"{SCHEDULER}._add_request_to_queue": self.add_request,
@@ -203,7 +213,7 @@ class HostHooks:
         return named
 
     def made(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> None:  # noqa: ANN401
-        """Attach to a complete scheduler. One of several ranks speaks for all."""
+        """Make the scheduler, then attach a host to it on the first of the ranks."""
         original(scheduler, *a, **named)
         try:
             if _first_rank():
@@ -220,7 +230,7 @@ class HostHooks:
         *a: Any,  # noqa: ANN401
         **named: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """Publish a new request; a refused one is in no queue."""
+        """Queue a request as SGLang does, and publish it unless SGLang refused it."""
         found = original(scheduler, request, *a, **named)
         if self._host is not None and request.finished_reason is None:
             again = bool(request.output_ids) or bool(named.get("is_retracted") or (a and a[0]))
@@ -228,7 +238,7 @@ class HostHooks:
         return found
 
     def _before(self, act: Callable[..., None]) -> Hook:
-        """Return a hook that acts on the host, then calls SGLang's own function."""
+        """Return a hook that calls `act` on the host, then SGLang's own function."""
 
         def around(original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
             if self._host is not None:
@@ -238,7 +248,7 @@ class HostHooks:
         return around
 
     def _after(self, act: Callable[..., None]) -> Hook:
-        """Return a hook that calls SGLang's own function, then acts on the host."""
+        """Return a hook that calls SGLang's own function, then `act` on the host."""
 
         def around(original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
             found = original(scheduler, *a, **named)
@@ -249,13 +259,13 @@ class HostHooks:
         return around
 
     def maybe_sleep(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Sleep if there is nothing more to lend."""
+        """Sleep as SGLang does, unless there is more to lend."""
         if self._host is not None and self._host.awake:
             return None
         return original(scheduler)
 
     def run_event_loop(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Run until the end; then leave the page."""
+        """Run SGLang's loop until its end, then release the page's seat."""
         try:
             return original(scheduler)
         finally:
@@ -263,11 +273,15 @@ class HostHooks:
                 self._host.leave()
 
     def allocate(self, original: Hook, allocator: Any, need_size: int) -> Any:  # noqa: ANN401
-        """Allocate, lent granules included."""
+        """Return newly allocated slots, taking lent granules back if need be; None if still too
+        few.
+        """
         return self._allocated(allocator, need_size, lambda: original(allocator, need_size))
 
     def allocate_extend(self, original: Hook, allocator: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Allocate for a prefill, lent granules included."""
+        """Return slots for a prefill, taking lent granules back if need be; None if still too
+        few.
+        """
         tokens = int(named["extend_num_tokens"] if "extend_num_tokens" in named else a[5])
         sequences = len(named["seq_lens"] if "seq_lens" in named else a[2])
         # Each sequence may begin a page of which it needs a part.
@@ -275,19 +289,21 @@ class HostHooks:
         return self._allocated(allocator, tokens, lambda: original(allocator, *a, **named))
 
     def allocate_decode(self, original: Hook, allocator: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Allocate for a decode, lent granules included."""
+        """Return slots for a decode, taking lent granules back if need be; None if still too
+        few.
+        """
         sequences = len(named["seq_lens"] if "seq_lens" in named else a[0])
         tokens = sequences * int(allocator.page_size)
         return self._allocated(allocator, tokens, lambda: original(allocator, *a, **named))
 
     def available(self, original: Hook, allocator: Any) -> int:  # noqa: ANN401 -- SGLang's
-        """Count lent blocks, which can be had at once."""
+        """Return the number of free tokens, lent ones included, which can be had at once."""
         pool = self._pool_of(allocator)
         free = int(original(allocator))
         return free if pool is None else free + pool.lent_blocks * int(allocator.page_size)
 
     def clear(self, original: Hook, allocator: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Keep the lent granules out of an allocator that begins anew."""
+        """Clear the allocator as SGLang does, and take the lent granules out of it again."""
         found = original(allocator)
         pool = self._pool_of(allocator)
         if pool is not None:
@@ -295,7 +311,10 @@ class HostHooks:
         return found
 
     def _allocated(self, allocator: Any, tokens: int, try_it: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """Take lent granules back if the free blocks are too few, then try again."""
+        """Return the result of `try_it`; while that is None, take lent granules back and try again.
+
+        None once no granule is lent any more.
+        """
         found = try_it()
         if found is None and (pool := self._pool_of(allocator)) is not None:
             while found is None and pool.short_of(tokens):
@@ -314,9 +333,9 @@ def _first_rank() -> bool:
 
 
 def register() -> None:
-    """Entry point of `sglang.srt.plugins`.
+    """Set the host's hooks: the entry point of the plugin group `sglang.srt.plugins`.
 
-    For a version that ROSE is not tested with it sets one hook, which logs that.
+    With an SGLang version that ROSE is not tested with, one hook is set, which logs that.
     """
     if os.environ.get("ROSE_ROLE") != HOST:
         return
@@ -344,7 +363,10 @@ def latency_record(
     now_s: float,
     now_ns: int,
 ) -> LatencyRecord:
-    """Return the record of a finished request; `now_s` is SGLang's clock at the page's `now_ns`."""
+    """Return the latency record of a finished request.
+
+    `now_s` on SGLang's clock and `now_ns` on the page's are the same moment.
+    """
     finished_s = stats.finished_time or now_s
     first_s = stats.first_token_time or finished_s
     gaps = output_tokens - 1
@@ -371,7 +393,9 @@ class LatencyHook:
         manager: Any,  # noqa: ANN401 -- SGLang's
         received: Any,  # noqa: ANN401 -- a batch of outputs
     ) -> Any:  # noqa: ANN401
-        """Handle the outputs as SGLang does, then publish the finished requests."""
+        """Handle a batch of outputs as SGLang does, then publish latencies of the finished
+        requests.
+        """
         ended = _ending(manager, received)
         found = await original(manager, received)
         if ended:
@@ -382,7 +406,7 @@ class LatencyHook:
 
 
 def _ending(manager: Any, received: Any) -> list[tuple[int, Any]]:  # noqa: ANN401 -- SGLang's
-    """Return place and state of each request that ends with this batch; SGLang drops them."""
+    """Return index and state of each request that ends with this batch, before SGLang drops it."""
     try:
         states = manager.rid_to_state
         reasons = zip(received.rids, received.finished_reasons, strict=True)
@@ -397,7 +421,7 @@ def _ending(manager: Any, received: Any) -> list[tuple[int, Any]]:  # noqa: ANN4
 
 
 def _records(received: Any, ended: list[tuple[int, Any]]) -> Iterator[LatencyRecord]:  # noqa: ANN401
-    """Yield the records; a request that ended before its first token has no latency."""
+    """Yield the latency records; a request that ended before its first token has none."""
     now_s, now_ns = time.perf_counter(), time.monotonic_ns()
     tokens = getattr(received, "completion_tokens", None) or [0] * len(received.rids)
     for at, state in ended:

@@ -6,7 +6,7 @@ from typing import Any, Final
 from executor.host.state_publisher import DeadlineTracker, StatePublisher
 
 RECONCILE_STEPS: Final = 64
-"""Most steps in which a request that left the queue in another way is not noticed."""
+"""Most steps for which a request that left the queue in another way is still counted."""
 
 
 class BatchDeadlines(DeadlineTracker):
@@ -20,12 +20,12 @@ class BatchDeadlines(DeadlineTracker):
 
     @property
     def waiting(self) -> int:
-        """Requests without a first token of which no step has begun, and those put back."""
+        """Number of requests without a begun step, and of those put back into the queue."""
         return len(self._prefill_left) - len(self._prefilling) + len(self._left_out)
 
     @property
     def running(self) -> int:
-        """Requests that are in steps."""
+        """Number of requests that are in steps."""
         return len(self._prefilling) + len(self._decoding) - len(self._left_out)
 
     def known(self) -> set[str]:
@@ -33,7 +33,7 @@ class BatchDeadlines(DeadlineTracker):
         return {*self._prefill_left, *self._decoding}
 
     def prefill_begun(self, request_ids: list[str]) -> None:
-        """Record that a prefill of these begins."""
+        """Record that a prefill of these requests begins."""
         self._prefilling.update(id_ for id_ in request_ids if id_ in self._prefill_left)
         for request_id in request_ids:
             self._left_out.pop(request_id, None)
@@ -41,7 +41,11 @@ class BatchDeadlines(DeadlineTracker):
     def prefilled(
         self, now_ns: int, scheduled: Mapping[str, int], has_token: Callable[[str], bool]
     ) -> None:
-        """Record a prefill's end over `scheduled` (request → tokens); `has_token`: first token."""
+        """Record that a prefill ended.
+
+        scheduled: tokens of each request in it. has_token: returns True for a request that has its
+        first token.
+        """
         alone = not self._decoding
         self._prefilled(
             [id_ for id_ in scheduled if id_ in self._prefill_left], scheduled, has_token
@@ -50,7 +54,7 @@ class BatchDeadlines(DeadlineTracker):
             self._last_token_ns = now_ns
 
     def decoded(self, now_ns: int) -> None:
-        """Record the end of a decode, with a token for each running request."""
+        """Record that a decode ended, with a token for each running request."""
         self._last_token_ns = now_ns
 
     def put_back(self, request_id: str) -> None:
@@ -62,12 +66,12 @@ class BatchDeadlines(DeadlineTracker):
 
 
 class BatchPublisher(StatePublisher):
-    """Publisher called at each turn of the scheduler's loop; it publishes when a step begins.
+    """Publisher of an SGLang host, called at each turn of the scheduler's loop.
 
-    SGLang does not report a request's end. A finished one is seen in its batch; one that leaves in
-    another way (aborted in the queue, dropped at its limit) when the books are compared with the
-    scheduler's, every RECONCILE_STEPS and after each abort. Until then the host looks busier than
-    it is. It is idle only when SGLang itself says so.
+    It publishes when a step begins. SGLang does not report a request's end. A finished one is seen
+    in its batch; one that leaves in another way (aborted in the queue, dropped at its limit) when
+    the books are compared with the scheduler's, every RECONCILE_STEPS and after each abort. Until
+    then the host looks busier than it is. It is idle only when SGLang itself says so.
     """
 
     tracker = BatchDeadlines
@@ -75,7 +79,7 @@ class BatchPublisher(StatePublisher):
 
     @property
     def requests(self) -> int:
-        """Unfinished requests by its books."""
+        """Number of unfinished requests by the publisher's books."""
         return len(self._deadlines)
 
     def arrived(self, request: Any, *, again: bool) -> None:  # noqa: ANN401 -- SGLang's request
@@ -96,7 +100,7 @@ class BatchPublisher(StatePublisher):
             self.publish()
 
     def stepped(self, batch: Any) -> None:  # noqa: ANN401
-        """Record that the oldest step in flight was processed."""
+        """Record that the oldest step in flight was processed; the next step publishes it."""
         now_ns, book, requests = self._clock_ns(), self._deadlines, batch.reqs
         if batch.forward_mode.is_decode():
             tokens = len(requests)
@@ -113,12 +117,12 @@ class BatchPublisher(StatePublisher):
         self._unpublished = True
 
     def aborted(self) -> None:
-        """Compare the books: requests may have ended from outside."""
+        """Remove requests that the scheduler no longer has, and publish the rest."""
         self._reconcile()
         self.publish()
 
     def idled(self) -> None:
-        """Publish a turn of the loop without work."""
+        """Publish a turn of the loop without work, unless idleness is published already."""
         if self._published_idle:
             return
         if self._scheduler.is_fully_idle():
@@ -129,7 +133,7 @@ class BatchPublisher(StatePublisher):
             self.publish()
 
     def _prefilled(self, batch: Any, now_ns: int) -> int:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Return the tokens of the step."""
+        """Record the end of a prefill; return its number of tokens."""
         lengths = batch.extend_lens or [1] * len(batch.reqs)
         scheduled = {
             request.rid: tokens for request, tokens in zip(batch.reqs, lengths, strict=False)

@@ -32,17 +32,19 @@ from executor.vllm.scheduler_base import ConfiguredScheduler
 
 
 class AbortQueue:
-    """Queue of aborted requests, reported to their clients with the engine core's next outputs."""
+    """Requests that the guest aborted by itself, reported to clients with the next outputs."""
 
     def __init__(self) -> None:
         self._ended: list[tuple[int, str]] = []
 
     def ended(self, requests: Iterable[tuple[int, str]]) -> None:
-        """Add requests, by client and id, that the scheduler ended by itself."""
+        """Add (client index, request id) pairs of requests that the scheduler ended by itself."""
         self._ended.extend(requests)
 
     def tell(self, outputs: dict[int, Any]) -> None:
-        """Add a last output of each to the outputs for their clients."""
+        """Add a last output of each queued request to the outputs by client, and empty the
+        queue.
+        """
         for client, request_id in self._ended:
             last = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(last)
@@ -50,7 +52,7 @@ class AbortQueue:
 
 
 class GatedScheduler(GuestPlugin, ConfiguredScheduler):
-    """Scheduler that asks the gate before every step; a refusal makes an empty schedule.
+    """Scheduler of a guest that asks the gate before every step; a refusal makes an empty schedule.
 
     An empty schedule still carries aborts and finished requests to the workers, and leaves vLLM's
     own pause state alone: with that set from outside, the engine core would block on its queue and
@@ -76,7 +78,7 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
         self.attach(settings, pool, self.block_size)
 
     def schedule(self, *args: object, **kwargs: object) -> StepSurface:
-        """Schedule within the gate's grant, which may be nothing."""
+        """Schedule one step within the gate's grant and return it; the step may be empty."""
         output: StepSurface
         if not self.gated:
             output = super().schedule(*args, **kwargs)
@@ -91,7 +93,9 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
     def update_from_output(
         self, scheduler_output: StepSurface, model_runner_output: SampledSurface
     ) -> dict[int, Any]:
-        """Process a step's output as vLLM does, then publish it."""
+        """Process a step's output as vLLM does, publish the step, and return the outputs by
+        client.
+        """
         result: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         if self.gated:
             if scheduler_output.total_num_scheduled_tokens:
@@ -106,7 +110,7 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
         return result
 
     def has_requests(self) -> bool:
-        """Return True also while KV memory is owed.
+        """Return True if there are requests, or KV memory is to be returned.
 
         An idle core calls this when something wakes it, as `rose.replica.control` does.
         """
@@ -151,6 +155,6 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
 
 
 def _rollout_tokens(output: SampledSurface) -> int:
-    """Return the new tokens of a step's rollouts; a warm-up's do not count."""
+    """Return the number of new tokens of a step's rollouts, without a warm-up's."""
     sampled = zip(output.req_ids, output.sampled_token_ids or (), strict=False)
     return sum([len(tokens) for name, tokens in sampled if not name.startswith(WARM_UP)])

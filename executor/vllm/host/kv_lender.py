@@ -40,18 +40,18 @@ IN_REACH: Final = (
 
 
 class LendingPool(BalloonedPool, LendablePool):
-    """A ballooned pool whose held granules are lent."""
+    """Ballooned pool of a host on vLLM whose held granules are lent."""
 
     def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._stock = type(pool.free_block_queue)
         super().__init__(pool, granules, pages)
 
     def lendable(self, count: int) -> list[int]:
-        """Return up to `count` granules to lend: the highest, so that they stay together."""
+        """Return up to `count` free granules to lend: the highest, so that they stay together."""
         return sorted(self._queue.empty_granules(), reverse=True)[:count]
 
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
-        """Drop the prefixes in up to `most` granules without a hit in the last `cold_ns`.
+        """Drop the prefixes in up to `most` granules that had no hit in the last `cold_ns`.
 
         Returns the number of granules; call it in every step, since it also tells the queue the
         time.
@@ -64,50 +64,56 @@ class LendingPool(BalloonedPool, LendablePool):
         return len(granules)
 
     def dissolve(self) -> None:
-        """Restore the stock pool, whole, from any state of this one."""
+        """Restore vLLM's own free queue with all free blocks, from any state of this one."""
         free = [block for block in self._pool.blocks if block.ref_cnt == 0 and not block.is_null]
         free.sort(key=lambda block: block.block_hash is not None)
         self._pool.free_block_queue = self._stock(free)  # type: ignore[call-arg] # vLLM's class
 
 
 class LendingQueue(GranuleQueue[Block]):
-    """A granule queue whose lent blocks count as free."""
+    """Free queue by granules whose lent blocks count as free."""
 
     def __init__(
         self, granules: Granules, blocks: Sequence[Block], short_of: Callable[[int], None]
     ) -> None:
-        """short_of: called with an allocation's missing plain blocks; it takes lent ones back."""
+        """Create the queue with these free blocks.
+
+        short_of: called with an allocation's number of missing plain blocks; it takes lent ones
+        back.
+        """
         super().__init__(granules, blocks)
         self.lent_blocks = 0
         self._short_of = short_of
 
     def popleft_n(self, n: int) -> list[Block]:
-        """Remove and return the `n` blocks to use next."""
+        """Remove and return the `n` blocks to use next; take lent ones back if plain ones are too
+        few.
+        """
         if self.lent_blocks and n > self.num_plain_blocks:
             self._short_of(n - self.num_plain_blocks)
         return super().popleft_n(n)
 
     def lend(self, granule: int) -> None:
-        """Take a granule's blocks out; they can be had again."""
+        """Take a granule's blocks out of the queue; they still count as free."""
         blocks = len(self.take(granule))
         self.lent_blocks += blocks
         self.num_free_blocks += blocks
 
     def back(self, blocks: Sequence[Block]) -> None:
-        """Put lent blocks in again."""
+        """Put lent blocks into the queue again."""
         self.lent_blocks -= len(blocks)
         self.num_free_blocks -= len(blocks)
         self.prepend_n(blocks)
 
 
 class HostMemoryLendingPool(LendingPool, HostMemoryPool):
-    """A lending pool on host memory; to vLLM it stays as large as it was."""
+    """Lending pool on host memory; to vLLM it stays as large as it was."""
 
     _queue: LendingQueue[BlockSurface]
 
     @property
     def free(self) -> KvFree:
-        """Blocks that no request uses."""
+        """Blocks that no request uses, plain and cached, and lent granules."""
         queue = self._queue
         cached = queue.num_free_blocks - queue.lent_blocks - queue.num_plain_blocks
         return KvFree(queue.num_plain_blocks, cached, len(self.held))
@@ -125,21 +131,22 @@ class HostMemoryLendingPool(LendingPool, HostMemoryPool):
 
 
 class CudaLendingPool(LendingPool):
-    """A lending pool on a GPU; to vLLM it shrinks by the lent blocks."""
+    """Lending pool on a GPU; to vLLM it is smaller by the lent blocks."""
 
     @property
     def free(self) -> KvFree:
-        """Blocks that no request uses."""
+        """Blocks that no request uses, plain and cached, and lent granules."""
         plain = self._queue.num_plain_blocks
         return KvFree(plain, self._queue.num_free_blocks - plain, len(self.held))
 
     @property
     def blocks_away(self) -> int:
-        """Blocks of lent granules."""
+        """Number of blocks in lent granules."""
         return len(self._pool.blocks) - self._pool.num_gpu_blocks
 
     def take_back(self, count: int) -> int:
-        """Take back up to `count` granules, as far as there are pages for them now.
+        """Take back up to `count` granules, as far as there are pages for them; return their
+        number.
 
         First those whose pages never went; of the others no more than MOST_BYTES_A_CALL. Raises
         DeviceError, and changed nothing then beyond the first kind.
@@ -154,10 +161,16 @@ class CudaLendingPool(LendingPool):
 
 
 class SkipPolicy:
-    """Chooses the running requests that skip the next step; the clock is passed in."""
+    """Policy that chooses running requests to skip a step while blocks that they need are lent.
+
+    The clock is passed in. A request skips for HOLD_NS at most.
+    """
 
     def __init__(self, block_tokens: int, lookahead_tokens: int, step_tokens: int) -> None:
-        """step_tokens: the most of one step."""
+        """Begin with nothing held.
+
+        step_tokens: the most tokens of one step.
+        """
         self._block_tokens = block_tokens
         self._lookahead = lookahead_tokens
         self._step_tokens = step_tokens
@@ -167,10 +180,11 @@ class SkipPolicy:
     def choose(
         self, now_ns: int, running: Sequence[RequestSurface], free_blocks: int, lent: int
     ) -> frozenset[str]:
-        """Return the ids of those that skip the next step, the last ones first, for a bounded time.
+        """Return the ids of the requests that skip the next step, the last ones of `running` first.
 
-        `free_blocks` can be allocated now, `lent` granules are out. `short_blocks`: blocks that all
-        of `running` lack together until their present tokens are computed.
+        Empty for none, and after HOLD_NS. `free_blocks` can be allocated now, `lent` granules are
+        out. Sets `short_blocks`: blocks that all of `running` lack together until their present
+        tokens are computed.
         """
         if not lent or free_blocks >= self._most(len(running)):
             return self._nobody()
@@ -195,12 +209,14 @@ class SkipPolicy:
         return frozenset()
 
     def _most(self, running: int) -> int:
-        """Return the blocks that this many requests can need in one step."""
+        """Return the most blocks that this many requests can need in one step."""
         each = 1 + -(-self._lookahead // self._block_tokens)
         return running * each + self._step_tokens // self._block_tokens
 
     def _needs(self, request: RequestSurface) -> tuple[int, int]:
-        """Return the blocks for the next step, and for all present tokens."""
+        """Return the new blocks that a request needs for the next step, and for all present
+        tokens.
+        """
         computed = request.num_computed_tokens
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - computed
         has = -(-computed // self._block_tokens)
@@ -216,9 +232,9 @@ def lender_of(
     limits: LendingLimits,
     kv_backend: str = AUTO,
 ) -> HostLender:
-    """Take over the block pool of an engine without requests.
+    """Return a lender over the block pool of an engine without requests.
 
-    Raises ExecutorError if its memory cannot be lent.
+    Raises ExecutorError if the memory cannot be lent.
     """
     check_version()
     if scheduler.connector is not None:

@@ -16,7 +16,9 @@ logger = logging.getLogger("vllm.rose.latency")
 
 
 def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord:
-    """Return the record of vLLM's FinishedRequestStats; TTFT is end-to-end less decoding."""
+    """Return the latency record of a request's vLLM statistics; TTFT is end-to-end less
+    decoding.
+    """
     e2e_ns = round(finished.e2e_latency * 1e9)
     return LatencyRecord(
         request_id=client_request_id(finished.request_id or ""),
@@ -30,7 +32,7 @@ def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord
 
 
 def warn_of_scheduler(chosen: object) -> None:
-    """Warn of a host whose scheduler class is not ROSE's: it publishes nothing on the page."""
+    """Log a warning if the scheduler class is not ROSE's: such a host publishes nothing."""
     name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", "vLLM's own")
     bases = [base.__name__ for base in getattr(chosen, "__mro__", ())]
     if "ObservedScheduler" not in [name.rpartition(".")[2], *bases]:
@@ -42,7 +44,9 @@ def warn_of_scheduler(chosen: object) -> None:
 
 
 class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types are not ours to check
-    """Writer of one record per finished request; inert unless ROSE_ROLE=host."""
+    """Stat logger of vLLM that publishes a record of each finished request; inert unless
+    ROSE_ROLE=host.
+    """
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ANN401 -- vLLM's
         del engine_index
@@ -57,7 +61,7 @@ class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types ar
         mm_cache_stats: object = None,
         engine_idx: int = 0,
     ) -> None:
-        """Publish the requests that finished in this iteration.
+        """Publish latencies of the requests that finished in this iteration.
 
         A request that ended before its first token has no latency, and is left out.
         """
@@ -72,4 +76,4 @@ class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types ar
         )
 
     def log_engine_initialized(self) -> None:
-        """Do nothing."""
+        """Do nothing; vLLM requires the method."""

@@ -22,9 +22,10 @@ from executor.vllm.scheduler_base import ConfiguredScheduler
 
 
 class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
-    """Publishes the host section at every change of queue and step; inert unless ROSE_ROLE=host.
+    """Scheduler of a host: vLLM's own, which publishes on the page and may lend KV memory.
 
-    For a diffusion model it is vLLM's own scheduler of such models, and nothing is published.
+    Inert unless ROSE_ROLE=host. With a diffusion model the class makes vLLM's own scheduler of such
+    models, and nothing is published.
     """
 
     # vLLM shows the lines of its own loggers' children.
@@ -48,7 +49,7 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
         self.attach()
 
     def schedule(self, *args: object, **kwargs: object) -> object:
-        """Schedule as vLLM does, then publish the step."""
+        """Lend or take back memory, schedule as vLLM does, publish the step, and return it."""
         began_ns = time.monotonic_ns()
         self._lend()
         if held := self._held_back():
@@ -87,14 +88,14 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
         return result
 
     def has_requests(self) -> bool:
-        """Return True also while an idle host has more to lend, in empty steps.
+        """Return True if there are requests, or an idle host has more to lend in empty steps.
 
         Lending it all at once would keep a request waiting that arrives meanwhile.
         """
         return super().has_requests() or (self._lender is not None and self._lender.pending)
 
     def shutdown(self) -> None:
-        """Shut down as vLLM does, then leave the page for its next host."""
+        """Shut down as vLLM does, then release the page's seat, for its next host."""
         super().shutdown()
         self._quietly(self._leave)
 
@@ -127,7 +128,7 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
     def _schedule_without(
         self, held: Collection[str], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> StepSurface:
-        """Schedule as if these running requests had no work, and none were waiting.
+        """Schedule as if the `held` running requests had no work, and no request were waiting.
 
         The free blocks are for the running ones, and a newcomer would take them.
         """
@@ -144,7 +145,10 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
 
 
 def _insist_alone(parallel: Any) -> None:  # noqa: ANN401 -- vLLM's ParallelConfig
-    """Refuse an engine core that is one of several; a dense model's ranks call their number 1."""
+    """Raise PageError for an engine core that is one of several data-parallel ranks.
+
+    A dense model's ranks have `data_parallel_size` 1 and a number of their own.
+    """
     ranks, rank = parallel.data_parallel_size, getattr(parallel, "data_parallel_index", 0)
     if ranks > 1 or rank > 0:
         raise PageError(

@@ -8,7 +8,7 @@ from executor.vllm.compat import RequestSurface, SchedulerSurface, StepSurface
 
 
 class HostStatePublisher(StatePublisher):
-    """Publisher called by the scheduler at each turn of its loop.
+    """Publisher of a vLLM host, called by its scheduler at each turn of the engine's loop.
 
     A schedule() without news waits for the end of its step.
     """
@@ -17,7 +17,7 @@ class HostStatePublisher(StatePublisher):
     _scheduler: SchedulerSurface
 
     def arrived(self, request: RequestSurface) -> None:
-        """Add a request."""
+        """Record a new request, and publish at once if the host was idle."""
         now_ns = self._clock_ns()
         # vLLM stamps arrivals with the wall clock; a jump of it must not move a deadline forward.
         age_ns = max(0, round((self.wall_s() - request.arrival_time) * 1e9))
@@ -26,7 +26,7 @@ class HostStatePublisher(StatePublisher):
         self._arrives(now_ns, arrived_ns, prompt_tokens)
 
     def scheduled(self, output: StepSurface, began_ns: int) -> None:
-        """Record that schedule() made `output`; it was entered at `began_ns`."""
+        """Record that schedule() returned `output`; it was entered at `began_ns`."""
         if output.total_num_scheduled_tokens:
             self._step_begins(began_ns)
             self._deadlines.begun([new.req_id for new in output.scheduled_new_reqs])
@@ -34,7 +34,9 @@ class HostStatePublisher(StatePublisher):
             self.publish()
 
     def stepped(self, output: StepSurface) -> None:
-        """Record that update_from_output() is done with `output`."""
+        """Record that update_from_output() is done with `output`; publish if no step is in
+        flight.
+        """
         now_ns = self._clock_ns()
         if output.total_num_scheduled_tokens:
             requests = self._scheduler.requests
@@ -51,7 +53,7 @@ class HostStatePublisher(StatePublisher):
             self._publish(now_ns)
 
     def ended(self) -> None:
-        """Remove requests that were finished from outside (aborted)."""
+        """Remove requests that were finished from outside (aborted), and publish."""
         self._deadlines.finished(self._scheduler.finished_req_ids)
         self.publish()
 
