@@ -45,7 +45,7 @@ ENGINES: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "kv_usage": ("sglang:token_usage",),
     },
 }
-"""Names of each quantity in each engine's versions, newest first."""
+"""Metric names of each quantity in each engine's versions, newest first."""
 
 QUANTITIES: Final[Mapping[str, tuple[str, str]]] = {
     name: (engine, quantity)
@@ -53,7 +53,7 @@ QUANTITIES: Final[Mapping[str, tuple[str, str]]] = {
     for quantity, names in quantities.items()
     for name in names
 }
-"""Engine and quantity of every known name."""
+"""Engine and quantity of every known metric name."""
 
 
 Labels = frozenset[tuple[str, str]]
@@ -64,14 +64,14 @@ _PARTS = ("_bucket", "_count", "_sum", "")
 
 @dataclass(slots=True)
 class Series:
-    """All samples of one name: of a gauge by label set, of a histogram by label set and bound."""
+    """All samples of one metric: of a gauge by label set, of a histogram by label set and bound."""
 
     values: dict[Labels, float] = field(default_factory=dict)
     buckets: dict[Labels, dict[float, float]] = field(default_factory=lambda: defaultdict(dict))
     sums: dict[Labels, float] = field(default_factory=dict)
 
     def histogram(self) -> Histogram | None:
-        """Sum over label sets, at the bounds that all have; None without buckets.
+        """Return the sum over label sets, at the bounds that all have; None without buckets.
 
         Raises ValueError for counts that fall or lack their last bucket.
         """
@@ -88,9 +88,10 @@ class Series:
 
 
 def known_series(text: str, model: str | None) -> dict[str, Series]:
-    """Samples of known names, of `model` alone where one is given and the engine labels models.
+    """Return the samples of known metrics in Prometheus text, by metric name.
 
-    Raises ScrapeError for text that is no Prometheus exposition.
+    model: count only samples of this model, where the engine labels models; None counts all. Raises
+    ScrapeError for text that is no Prometheus exposition.
     """
     # Imported here: only who scrapes needs it, and vLLM sets it up before its own first import.
     from prometheus_client.parser import text_string_to_metric_families
@@ -148,13 +149,13 @@ _RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """Figures of one scrape; None for what it does not export, or not before its first request.
+    """Metrics of one engine in one scrape; a field is None if the engine does not export it yet.
 
     Histograms are in seconds, over all requests since the engine started, or since the earlier
     scrape in what `since` returns. `tpot` is each request's mean time per output token, `itl` each
     gap between tokens. `running`, `waiting` are requests now; `kv_usage` lies in [0, 1], that of
-    the fullest engine. `names` says which metric each came from; `started_s` is the Unix time the
-    process started at.
+    the fullest engine. `names`: the metric that each quantity came from. `started_s`: Unix time at
+    which the process started.
     """
 
     engine: str
@@ -170,10 +171,10 @@ class Scrape:
     names: Mapping[str, str] | None = None
 
     def since(self, earlier: "Scrape") -> "Scrape":
-        """Return the difference from `earlier`, with `restarted` if the engine started in between.
+        """Return this scrape with histograms of the requests after `earlier` only.
 
-        A restarted engine counts from zero again: all that it has counted is new. Raises
-        ScrapeError when `earlier` is another engine's.
+        With `restarted` if the engine started in between: then it counts from zero again, and all
+        that it has counted is new. Raises ScrapeError when `earlier` is another engine's.
         """
         if self.engine != earlier.engine:
             raise ScrapeError(
@@ -193,9 +194,10 @@ class Scrape:
 
 
 def parse_scrape(text: str, model: str | None = None) -> Scrape:
-    """Read a Prometheus text exposition of vLLM or SGLang, of `model` alone where one is given.
+    """Return the metrics in a Prometheus text of vLLM or SGLang.
 
-    Raises ScrapeError when it is of neither or of both, or has nothing of that model.
+    model: count only samples of this model; None counts all. Raises ScrapeError when the text is of
+    neither engine or of both, or has nothing of that model.
     """
     found = known_series(text, model)
     engines = {QUANTITIES[name][0] for name in found if name in QUANTITIES}

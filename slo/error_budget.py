@@ -15,10 +15,11 @@ DAY_S: Final = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class BurnRule:
-    """Fires while `budget_share` is being spent per `long_s`, and still in the last `short_s`.
+    """Alert rule: fires while both windows burn `budget_share` of the budget per `long_s` or
+    faster.
 
-    The long window says that it matters, the short one that it goes on: an alert ends soon after
-    its cause does.
+    The long window (`long_s`) says that it matters, the short one (`short_s`) that it goes on: an
+    alert ends soon after its cause does.
     """
 
     severity: str
@@ -27,7 +28,7 @@ class BurnRule:
     short_s: float
 
     def threshold(self, period_s: float) -> float:
-        """Burn rate that spends `budget_share` of the period's budget in `long_s`."""
+        """Return the burn rate that spends `budget_share` of the period's budget in `long_s`."""
         return self.budget_share * period_s / self.long_s
 
 
@@ -41,7 +42,7 @@ RULES: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BurnAlert:
-    """A rule that fires, and the burn rates that made it."""
+    """Rule that fires now, and the burn rates of its two windows."""
 
     rule: BurnRule
     long_burn: float
@@ -49,7 +50,10 @@ class BurnAlert:
 
 
 def burnt(good: int, bad: int, objective: float) -> float:
-    """Share of bad requests ÷ share that may be bad; infinite where nothing may be and was."""
+    """Return the burn rate: share of bad requests ÷ share that may be bad, `1 - objective`.
+
+    0 without bad requests; infinite where none may be bad and one was.
+    """
     if not bad:
         return 0.0
     allowed = 1.0 - objective
@@ -57,11 +61,11 @@ def burnt(good: int, bad: int, objective: float) -> float:
 
 
 class CountRing:
-    """Good and bad requests of the last `slices` spans of `slice_s` seconds.
+    """Counts of good and bad requests in the last `slices` spans of `slice_s` seconds.
 
     A slice that fell out of the ring is replaced when its place is needed. Slices ahead of the
-    asked time are ignored: a clock that went back sees nothing of its former future.
-    Raises ValueError unless both sizes are positive.
+    asked time are ignored: after a clock goes back, counts of its former future do not show. Raises
+    ValueError unless both sizes are positive.
     """
 
     def __init__(self, slice_s: float, slices: int) -> None:
@@ -73,7 +77,7 @@ class CountRing:
         self._places: list[tuple[float, int, int]] = [(-math.inf, 0, 0)] * slices
 
     def add(self, now_s: float, good: int, bad: int) -> None:
-        """Count requests of the slice of `now_s`, unless its place holds a later one."""
+        """Add requests to the slice of `now_s`, unless its place holds a later slice."""
         number = math.floor(now_s / self.slice_s)
         place = number % len(self._places)
         held, held_good, held_bad = self._places[place]
@@ -83,7 +87,7 @@ class CountRing:
             self._places[place] = number, good, bad
 
     def counts(self, now_s: float, window_s: float) -> tuple[int, int]:
-        """Return good and bad requests of the last `window_s` seconds, the running slice included.
+        """Return (good, bad) requests of the last `window_s` seconds, the running slice included.
 
         Whole slices: up to one slice of time less than asked for. Raises ValueError for a window
         that the ring cannot hold.
@@ -97,13 +101,13 @@ class CountRing:
 
 
 class ErrorBudget:
-    """Good and bad requests of one model over `period_s`, on a clock that is handed in.
+    """Error budget of one model over `period_s`, from counts of good and bad requests.
 
-    Three rings, 771 slices in all: minutes for windows up to six hours, quarters of an hour for
-    three days, a 120th of the period for the budget itself. One that `pages_only` has two of 136
-    slices, which hold the windows of the rules that page and none above six hours. Requests
-    reported later than those hold are left out. Raises ValueError unless `objective` lies in (0, 1]
-    and the period holds the rules.
+    The clock is passed in. Three rings, 771 slices in all: minutes for windows up to six hours,
+    quarters of an hour for three days, a 120th of the period for the budget itself. A budget that
+    is `pages_only` has two rings of 136 slices, which hold the windows of the rules that page and
+    none above six hours. Requests reported later than the rings hold are left out. Raises
+    ValueError unless `objective` lies in (0, 1] and the period is three days or more.
     """
 
     def __init__(
@@ -126,28 +130,30 @@ class ErrorBudget:
         self._rings = tuple(CountRing(slice_s, slices) for slice_s, slices in sizes)
 
     def add(self, now_s: float, good: int, bad: int) -> None:
-        """Count requests that ended at `now_s`; raises ValueError for a negative count."""
+        """Count requests that ended at `now_s`. Raises ValueError for a negative count."""
         if good < 0 or bad < 0:
             raise ValueError(f"counts are {good} good, {bad} bad; they cannot be negative")
         for ring in self._rings:
             ring.add(now_s, good, bad)
 
     def burn_rate(self, now_s: float, window_s: float) -> float:
-        """Share of bad requests ÷ share that may be bad; 0 without traffic, never NaN.
+        """Return share of bad requests ÷ share that may be bad, over the last `window_s` seconds.
 
-        Infinite where nothing may be bad and something was. Raises ValueError for a window longer
-        than the period.
+        0 without traffic, infinite where nothing may be bad and something was, never NaN. Raises
+        ValueError for a window longer than the period.
         """
         good, bad = self.counts(now_s, window_s)
         return burnt(good, bad, self.objective)
 
     def remaining(self, now_s: float) -> float:
-        """Share of the period's budget that is left: 1 without traffic, below 0 when overspent."""
+        """Return the share of the period's budget that is left: 1 without traffic, below 0 when
+        overspent.
+        """
         good, bad = self.counts(now_s, self.period_s)
         return 1.0 - burnt(good, bad, self.objective)
 
     def alerts(self, now_s: float, rules: tuple[BurnRule, ...] = RULES) -> tuple[BurnAlert, ...]:
-        """Rules whose both windows burn at least as fast as their threshold."""
+        """Return an alert for each rule whose windows both burn at least as fast as allowed."""
         fired = []
         for rule in rules:
             long_burn = self.burn_rate(now_s, rule.long_s)
@@ -157,7 +163,9 @@ class ErrorBudget:
         return tuple(fired)
 
     def counts(self, now_s: float, window_s: float) -> tuple[int, int]:
-        """Good and bad requests in the window; raises as `burn_rate` does."""
+        """Return (good, bad) requests of the last `window_s` seconds; raises as `burn_rate`
+        does.
+        """
         # The finest ring that holds the window and the slice that is still running.
         for ring in self._rings:
             if window_s + ring.slice_s <= ring.span_s + 1e-6:

@@ -10,20 +10,20 @@ ValueError
 
 
 class SloError(ValueError):
-    """Any of the below."""
+    """Base of the errors of this package."""
 
 
 class TargetError(SloError):
-    """A latency target is not a positive time, or two targets contradict each other."""
+    """Error: a latency target is not a positive time, or two targets contradict each other."""
 
 
 class UnknownPresetError(SloError):
-    """No preset has that name."""
+    """Error: no preset has that name."""
 
 
 class ProfileError(SloError):
-    """Samples or a saved profile from which no step model can be made."""
+    """Error: no step model can be made from these samples or this saved profile."""
 
 
 class ScrapeError(SloError):
-    """Not the metrics of one known engine."""
+    """Error: the text does not hold the metrics of one known engine."""

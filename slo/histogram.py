@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 def nearest_rank(fraction: float, count: int) -> int:
-    """Rank, from 1, of the value that `fraction` of `count` ordered values do not exceed.
+    """Return the rank, from 1, of the `fraction` percentile among `count` ordered values.
 
     Raises ValueError for a fraction outside (0, 1].
     """
@@ -22,9 +22,10 @@ def nearest_rank(fraction: float, count: int) -> int:
 
 
 def percentile(values: Iterable[float], fraction: float) -> float:
-    """Nearest-rank percentile: the smallest value that `fraction` of `values` do not exceed.
+    """Return the smallest value that at least `fraction` of the values do not exceed.
 
-    Raises ValueError without values or for a fraction outside (0, 1].
+    This is the nearest-rank percentile. Raises ValueError without values or for a fraction outside
+    (0, 1].
     """
     ordered = sorted(values)
     rank = nearest_rank(fraction, len(ordered))
@@ -35,9 +36,10 @@ def percentile(values: Iterable[float], fraction: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Cumulative `counts` of values not above each of `bounds_s`, then of all (+Inf).
+    """Classic Prometheus histogram: cumulative `counts` of values at or below each of `bounds_s`.
 
-    Raises ValueError for bounds that do not ascend, counts that fall, or a count too few or many.
+    The last count is of all values (+Inf). Raises ValueError for bounds that do not ascend, counts
+    that fall, or a count too few or many.
     """
 
     bounds_s: tuple[float, ...]
@@ -57,23 +59,24 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values observed."""
+        """Number of values observed."""
         return self.counts[-1]
 
     def at_most(self, bound_s: float) -> int:
-        """Values that were certainly not above `bound_s`: those up to the nearest bound below it.
+        """Return how many values were certainly at or below `bound_s`.
 
-        An engine's buckets miss usual targets (vLLM's TTFT has 1.0 and 2.5 s but no 2.0), so this
-        never calls a value good that may have missed.
+        They are those up to the nearest bucket bound at or below it. An engine's buckets miss usual
+        targets (vLLM's TTFT has 1.0 and 2.5 s but no 2.0), so this never calls a value good that
+        may have missed.
         """
         index = bisect_right(self.bounds_s, bound_s)
         return self.counts[index - 1] if index else 0
 
     def quantile(self, fraction: float) -> float | None:
-        """Estimate as Prometheus' histogram_quantile: linear inside a bucket; None without values.
+        """Return an estimated quantile as Prometheus' histogram_quantile does; None without values.
 
-        A rank above the last finite bound gives that bound. Raises ValueError for a fraction
-        outside (0, 1].
+        It is linear inside a bucket. A rank above the last finite bound gives that bound. Raises
+        ValueError for a fraction outside (0, 1].
         """
         rank = nearest_rank(fraction, self.count)
         if not self.count or not self.bounds_s:
@@ -86,7 +89,9 @@ class Histogram:
         return lower_s + (self.bounds_s[index] - lower_s) * inside
 
     def since(self, earlier: "Histogram") -> "Histogram | None":
-        """Return the observations after `earlier`, None if this one does not continue it."""
+        """Return the histogram of the values after `earlier`; None if this one does not continue
+        it.
+        """
         if self.bounds_s != earlier.bounds_s:
             return None
         grown = [now - then for now, then in zip(self.counts, earlier.counts, strict=True)]
@@ -95,7 +100,7 @@ class Histogram:
         return Histogram(self.bounds_s, tuple(grown), max(0.0, self.sum_s - earlier.sum_s))
 
     def buckets(self) -> list[tuple[str, float]]:
-        """`(le, count)` pairs as prometheus_client's HistogramMetricFamily takes them.
+        """Return the (`le`, count) pairs that prometheus_client's HistogramMetricFamily takes.
 
         Prometheus wants counts that only rise: export one that is never emptied.
         """

@@ -12,14 +12,15 @@ PHI: Final = 0.9
 
 
 class LoadForecast:
-    """Holt's linear smoothing with a damped trend, plus a quantile of its recent shortfalls.
+    """Forecast of a load: Holt's linear smoothing with a damped trend, and room for bursts.
 
     level' = α y + (1−α)(level + φ trend); trend' = β (level' − level) + (1−β) φ trend;
-    forecast(h) = level + (φ + … + φ^h) trend (Gardner & McKenzie, 1985). Damped, because load that
-    climbs does not climb for ever, and a plain trend provisions for the sky. Load is in any unit
-    (requests, tokens); time without any counts as zero load. After `memory` slices without load the
-    forecast is exactly zero. The clock is handed in; what lies before the running slice is added to
-    it. Raises ValueError unless the sizes are positive.
+    forecast(h) = level + (φ + … + φ^h) trend (Gardner & McKenzie, 1985)
+
+    Damped, because load that climbs does not climb for ever. Load is in any unit (requests,
+    tokens); time without any counts as zero load. After `memory` slices of `slice_s` without load
+    the forecast is exactly zero. The clock is passed in. Raises ValueError unless the sizes are
+    positive.
     """
 
     def __init__(self, slice_s: float = 10.0, memory: int = 60) -> None:
@@ -32,23 +33,29 @@ class LoadForecast:
         self._epoch: int | None = None
 
     def add(self, now_s: float, amount: float) -> None:
-        """`amount` of load arrived; raises ValueError unless it is finite and not negative."""
+        """Count `amount` of load that arrived at `now_s`.
+
+        Raises ValueError unless it is finite and not negative.
+        """
         if not (math.isfinite(amount) and amount >= 0):
             raise ValueError(f"load is {amount}; give a finite amount that is not negative")
         self._roll(now_s)
         self._amount += amount
 
     def expected(self, now_s: float, ahead_s: float = 0.0) -> float:
-        """Load a second, `ahead_s` from now; 0 without traffic, never NaN or negative."""
+        """Return the load per second expected `ahead_s` from now; 0 without traffic, never
+        negative.
+        """
         self._roll(now_s)
         steps = max(1, math.ceil(ahead_s / self.slice_s))
         damped = PHI * (1 - PHI**steps) / (1 - PHI)
         return max(0.0, self._level + damped * self._trend)
 
     def peak(self, now_s: float, ahead_s: float = 0.0, quantile: float = 0.95) -> float:
-        """Load a second to provide for: expected, and by how much it was exceeded lately.
+        """Return the load per second to provide for, `ahead_s` from now.
 
-        Raises ValueError for a quantile outside (0, 1].
+        It is the expected load plus the `quantile` of the amounts by which recent load exceeded its
+        forecast. Raises ValueError for a quantile outside (0, 1].
         """
         expected = self.expected(now_s, ahead_s)
         return expected + (percentile(self._shortfalls, quantile) if self._shortfalls else 0.0)

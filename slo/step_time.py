@@ -54,7 +54,7 @@ _KIND = "rose.step_profile"
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """One measured step: tokens computed, sequences in it, tokens of context they attend to."""
+    """Measured step of an engine: its tokens, sequences, attended context tokens, and seconds."""
 
     tokens: int
     sequences: int
@@ -64,11 +64,12 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Seconds = base + per_token × tokens + per_sequence × sequences + per_context × context.
+    """Step-time formula, fitted to measurements; one step takes, in seconds:
 
-    No coefficient is negative, so a step is never predicted faster when work is added.
-    `samples` and `fit_error` (mean |predicted − measured| ÷ measured) say where it comes from; both
-    are 0 for a guess. Raises ProfileError for coefficients that cannot be.
+    base + per_token × tokens + per_sequence × sequences + per_context_token × context tokens. No
+    coefficient is negative, so a step is never predicted faster when work is added. `samples` and
+    `fit_error` (mean |predicted − measured| ÷ measured) say where it comes from; both are 0 for a
+    guess. Raises ProfileError for coefficients that cannot be.
     """
 
     base_s: float
@@ -88,7 +89,7 @@ class StepProfile:
             raise ProfileError("a step takes time: base_s + per_token_s must be positive")
 
     def seconds(self, tokens: int, sequences: int, context_tokens: int = 0) -> float:
-        """Duration of a step; 0 without tokens."""
+        """Return the predicted seconds of a step of this size; 0 without tokens."""
         if tokens <= 0:
             return 0.0
         return (
@@ -99,12 +100,14 @@ class StepProfile:
         )
 
     def to_json(self) -> str:
-        """One JSON object with the layout's version."""
+        """Return the profile as one JSON object, with the version of its layout."""
         return json.dumps({"kind": _KIND, "layout": LAYOUT, **asdict(self)}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Inverse of `to_json`; raises ProfileError for any other text or layout."""
+        """Return the profile in the text that `to_json` wrote. Raises ProfileError for any
+        other.
+        """
         try:
             saved = json.loads(text)
         except ValueError as error:
@@ -126,10 +129,11 @@ class StepProfile:
 
 
 def fit_profile(samples: Iterable[StepSample]) -> StepProfile:
-    """The profile closest to `samples` in relative error (squared), by non-negative least squares.
+    """Return the profile closest to `samples` in squared relative error.
 
-    Relative, because a millisecond is nothing to a long prefill and a whole decode step to another.
-    Raises ProfileError for fewer than two sizes of step, or a time that is not positive.
+    Fitted by non-negative least squares; relative, because a millisecond is nothing to a long
+    prefill and a whole decode step to another. Raises ProfileError for fewer than two sizes of
+    step, or a time that is not positive.
     """
     taken = list(samples)
     for sample in taken:
@@ -159,19 +163,19 @@ MAX_SHORTFALL = 0.25
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """Seconds = scale × profile, and not below the reactive floor while that is up.
+    """Step-time prediction that measured steps correct: scale × profile, above a reactive floor.
 
     * `scale` follows measured ÷ profiled (EWMA of weight `alpha`) within 1/`max_correction` to
       `max_correction`: one stall cannot teach it nonsense.
-    * `error` is how far predictions are off lately, |measured − predicted| ÷ the larger (EWMA).
-    * `shortfall` is by how much of the measured time predictions were too short: it rises at once
-      and fades by `fade` with each step. Above MAX_SHORTFALL the profile is not to be trusted and
-      the floor is up: the longest of the last RECENT_STEPS steps (their 0.95 quantile), for smaller
-      steps in proportion to the profile. The model must not promise short steps after a stall until
-      it has seen some again.
+    * `error` is the recent prediction error, |measured − predicted| ÷ the larger (EWMA).
+    * `shortfall` is the share of the measured time by which predictions were too short: it rises at
+      once and fades by `fade` with each step. Above MAX_SHORTFALL the profile is not to be trusted
+      and the floor is up: the longest of the last RECENT_STEPS steps, for smaller steps in
+      proportion to the profile. The model must not promise short steps after a stall until it has
+      seen some again.
 
-    All parts grow with tokens, sequences and context, so the prediction does.
-    Raises ValueError for parameters that cannot be.
+    All parts grow with tokens, sequences and context, so the prediction does. Raises ValueError for
+    parameters that cannot be.
     """
 
     profile: StepProfile
@@ -182,7 +186,7 @@ class StepModel:
     error: float = 0.0
     shortfall: float = 0.0
     recent: tuple[tuple[float, float], ...] = ()
-    """(measured, profiled) seconds of the last steps, oldest first."""
+    """(measured, profiled) seconds of the last RECENT_STEPS steps, oldest first."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.max_correction) and self.max_correction >= 1):
@@ -197,11 +201,11 @@ class StepModel:
 
     @property
     def floored(self) -> bool:
-        """True while the reactive floor is in force."""
+        """True while recent predictions were too short, so that the reactive floor holds."""
         return self.shortfall > MAX_SHORTFALL and bool(self.recent)
 
     def seconds(self, tokens: int, sequences: int, context_tokens: int = 0) -> float:
-        """Predicted duration of a step; 0 without tokens."""
+        """Return the predicted seconds of a step of this size; 0 without tokens."""
         profiled_s = self.profile.seconds(tokens, sequences, context_tokens)
         predicted_s = self.scale * profiled_s
         if not self.floored:
@@ -212,7 +216,10 @@ class StepModel:
     def observed(
         self, tokens: int, sequences: int, measured_s: float, context_tokens: int = 0
     ) -> "StepModel":
-        """The model after a step of that size took `measured_s`; empty steps teach nothing."""
+        """Return the model corrected by a step of that size which took `measured_s`.
+
+        A step without tokens, or an invalid time, returns this model unchanged.
+        """
         profiled_s = self.profile.seconds(tokens, sequences, context_tokens)
         if profiled_s <= 0 or not math.isfinite(measured_s) or measured_s <= 0:
             return self
@@ -232,7 +239,7 @@ class StepModel:
     def largest_budget(
         self, available_s: float, max_tokens: int, max_sequences: int, context_tokens: int = 0
     ) -> int:
-        """Most tokens (0..`max_tokens`) whose predicted step fits `available_s`.
+        """Return the most tokens (0..`max_tokens`) whose predicted step fits `available_s`.
 
         Counts each token as a sequence of its own up to `max_sequences`: the slowest spending.
         """

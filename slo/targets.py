@@ -12,13 +12,12 @@ from slo.errors import TargetError, UnknownPresetError
 
 @dataclass(frozen=True, slots=True)
 class SloSpec:
-    """Targets that `percentile` of the requests to `model` must meet.
+    """Latency targets that the `percentile` (in (0, 1]) of the requests to `model` must meet.
 
-    `ttft_s`: time to first token; `tpot_s`: mean time per output token after the first;
-    `itl_s`: each gap between two tokens, None where nobody promised one; `e2e_s`: arrival to last
-    token, likewise; `percentile` in (0, 1].
-    Raises TargetError for a target that is not a positive finite time, and for two targets of which
-    the tighter one makes the other meaningless.
+    `ttft_s`: time to first token; `tpot_s`: mean time per output token after the first; `itl_s`:
+    each gap between two tokens, None for no target; `e2e_s`: arrival to last token, None for no
+    target. Raises TargetError for a target that is not a positive finite time, and for two targets
+    of which the tighter one makes the other meaningless.
     """
 
     model: str
@@ -83,9 +82,10 @@ PRESETS: dict[str, SloSpec] = {
 
 
 def preset(name: str, model: str | None = None) -> SloSpec:
-    """The targets called `name`, for `model` where one is given.
+    """Return the targets of the preset `name`.
 
-    Raises UnknownPresetError with the nearest names, or with all when none is near.
+    model: replaces the model's name in them, if given. Raises UnknownPresetError with the nearest
+    names, or with all when none is near.
     """
     try:
         spec = PRESETS[name]
@@ -98,7 +98,7 @@ def preset(name: str, model: str | None = None) -> SloSpec:
 
 
 class Met(NamedTuple):
-    """Targets that one request met; a target that nobody promised is met."""
+    """Flags of the targets that one request met; a target that is not set counts as met."""
 
     ttft: bool
     tpot: bool
@@ -108,7 +108,7 @@ class Met(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestLatency:
-    """Measured times of a finished request; `tpot_s` is 0 with fewer than two tokens.
+    """Measured latencies of a finished request; `tpot_s` is 0 with fewer than two tokens.
 
     `itl_max_s` is the longest gap between two tokens, None where gaps were not measured.
     """
@@ -122,7 +122,10 @@ class RequestLatency:
     itl_max_s: float | None = None
 
     def met(self, spec: SloSpec) -> Met:
-        """Each target for itself; raises ValueError for an ITL target without measured gaps."""
+        """Return which targets the request met, each for itself.
+
+        Raises ValueError for an ITL target without measured gaps.
+        """
         if spec.itl_s is not None and self.itl_max_s is None:
             raise ValueError(
                 f"request {self.request_id!r} has no itl_max_s, but {spec.model!r} has an ITL "
@@ -142,7 +145,10 @@ class RequestLatency:
 
 @dataclass(frozen=True, slots=True)
 class Attainment:
-    """Counts over a set of requests; `good` met every target. Add two to count both sets."""
+    """Counts of requests that met targets, in all and by target; `good` ones met every target.
+
+    Add two to count both sets.
+    """
 
     requests: int = 0
     good: int = 0
@@ -153,7 +159,7 @@ class Attainment:
 
     @property
     def bad(self) -> int:
-        """Requests that missed at least one target."""
+        """Number of requests that missed at least one target."""
         return self.requests - self.good
 
     @property
@@ -166,15 +172,18 @@ class Attainment:
 
 
 def attainment(latencies: Iterable[RequestLatency], spec: SloSpec) -> Attainment:
-    """Exact attainment of `spec`, counted request by request; raises as `RequestLatency.met`."""
+    """Return the counts of requests that met each target of `spec`.
+
+    Raises as `RequestLatency.met` does.
+    """
     met = [latency.met(spec) for latency in latencies]
     return Attainment(len(met), sum(map(all, met)), *map(sum, zip(*met, strict=True)))
 
 
 def goodput_rps(latencies: Iterable[RequestLatency], spec: SloSpec, window_s: float) -> float:
-    """Requests a second that met every target (DistServe, OSDI 2024).
+    """Return the requests per second that met every target (DistServe, OSDI 2024).
 
-    Raises ValueError unless `window_s` is positive.
+    window_s: time over which they were collected. Raises ValueError unless it is positive.
     """
     if window_s <= 0:
         raise ValueError(

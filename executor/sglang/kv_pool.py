@@ -103,9 +103,7 @@ class BalloonedAllocator(HeldGranules):
         self._take_out(self.held)
 
     def _missing(self, granules: Collection[int]) -> int:
-        """Return the number of cached blocks in these granules, without those that a request
-        uses.
-        """
+        """Return the number of cached blocks in those of the granules that no request uses."""
         free, owned = self._per_granule(self._free()), self._per_granule(self._owned())
         return sum(
             self._blocks_in(granule) - free[granule] for granule in granules if not owned[granule]

@@ -36,7 +36,9 @@ _NO_FIELDS: Mapping[str, object] = {}
 
 
 class JsonlLog:
-    """One log of JSON objects (see `rose.logs.rotating_jsonl`); any thread may write."""
+    """Log file of JSON objects, one a line, rotated (`rose.logs.rotating_jsonl`); any thread may
+    write.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,11 @@ class JsonlLog:
         thread: LogThread | None = None,
         marker: Mapping[str, object] = _NO_FIELDS,
     ) -> None:
-        """thread: the writer; None writes at once, in the caller."""
+        """Open the log at `path`.
+
+        thread: writes the lines; None writes at once, in the caller. marker: further fields of a
+        line about dropped records.
+        """
         self._file = BoundedFile(path, limits, marker)
         self._thread = thread
         self._listener: Callable[[Mapping[str, object]], None] | None = None
@@ -55,11 +61,11 @@ class JsonlLog:
             thread.put(self._file.begin)
 
     def listen(self, listener: Callable[[Mapping[str, object]], None]) -> None:
-        """Pass every record to one listener as well, in the thread that writes it."""
+        """Set the one listener, called with every record by the thread that calls `write`."""
         self._listener = listener
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append one record, or drop and count it."""
+        """Append one record, or drop and count it; raise nothing that the disk causes."""
         if self._listener:
             self._listener(record)
         line = json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n"
@@ -75,11 +81,11 @@ class JsonlLog:
 
     @property
     def trouble(self) -> str:
-        """Reason why records are being dropped; empty while none are."""
+        """Reason why records are being dropped now; empty while none are."""
         return self._file.trouble
 
     def close(self) -> None:
-        """Close the file, as soon as all pending records are written."""
+        """Close the file as soon as all pending records are written."""
         if self._thread is None or not self._thread.put(self._file.close):
             self._file.close()
 
@@ -94,7 +100,9 @@ Listener = Callable[[str, Mapping[str, object]], None]
 
 
 class EventLog:
-    """Event log of one process: leases, revocations, restarts, faults (CLOCK_MONOTONIC seconds)."""
+    """Event log of one process: leases, revocations, restarts, faults, stamped in monotonic
+    seconds.
+    """
 
     def __init__(
         self,
@@ -109,11 +117,16 @@ class EventLog:
         self._listener: Listener | None = None
 
     def listen(self, listener: Listener) -> None:
-        """Pass every event to one listener, in the thread that writes it."""
+        """Set the one listener, called with the name and fields of every event by the writing
+        thread.
+        """
         self._listener = listener
 
     def write(self, event: str, **fields: object) -> None:
-        """Append one event, stamped with the time and this process's name."""
+        """Append one event, stamped with the time and this process's name.
+
+        Then call the listener; its error is logged and not raised.
+        """
         self.log.write({"t_s": time.monotonic(), "source": self._source, "event": event, **fields})
         if self._listener:
             try:
@@ -126,10 +139,12 @@ class EventLog:
 
 
 class Logs:
-    """All logs of one process in one folder, under one limit, written by one thread."""
+    """All logs of one process in one folder, each under the same limits, written by one thread."""
 
     def __init__(self, folder: Path, limits: LogLimits = BOUNDED) -> None:
-        """Raises ConfigError for a folder that this user cannot have."""
+        """Make the folder and start the thread. Raises ConfigError for a folder that this user
+        cannot have.
+        """
         self._folder = folder
         self._limits = limits
         self._thread = LogThread("rose-logs")
@@ -137,30 +152,32 @@ class Logs:
         _insist_usable(folder)
 
     def events(self, source: str) -> EventLog:
-        """Return the event log of this process."""
+        """Return a new event log `events-<source>.jsonl`; `source` names this process."""
         events = EventLog(self._folder, source, self._limits, self._thread)
         self._logs.append(events.log)
         return events
 
     def records(self, name: str) -> JsonlLog:
-        """Return a log of raw records: the file `name`."""
+        """Return a new log of raw records in the file `name`."""
         log = JsonlLog(self._folder / name, self._limits, self._thread)
         self._logs.append(log)
         return log
 
     @property
     def dropped(self) -> int:
-        """Number of records of all logs lost since the start."""
+        """Number of records lost by all logs since the start."""
         return sum(log.dropped for log in self._logs)
 
     def troubles(self) -> list[str]:
-        """Return the present faults of the logs, a line each."""
+        """Return the present faults of the logs, one line each; empty if all is well."""
         lines = [f"log {trouble}" for log in self._logs if (trouble := log.trouble)]
         hung_s = self._thread.hung_s()
         return [*lines, f"a write to {self._folder} hangs for {hung_s:.0f} s"] if hung_s else lines
 
     def flush(self, patience_s: float = FLUSH_S) -> bool:
-        """Wait until all earlier records are on disk; False if that takes too long."""
+        """Wait until all earlier records are written; return False if that takes longer than
+        `patience_s`.
+        """
         return self._thread.flush(patience_s)
 
     def close(self) -> None:

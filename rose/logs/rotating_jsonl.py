@@ -33,7 +33,10 @@ _logger = logging.getLogger("rose.logs")
 
 
 class LogThread:
-    """Thread that carries out writes in order; a write beyond its bound is refused at once."""
+    """Daemon thread that carries out queued writes in order.
+
+    More than `waiting` pending writes are refused at once.
+    """
 
     def __init__(self, name: str, waiting: int = WAITING) -> None:
         # A SimpleQueue, because a signal handler may put while its thread is putting.
@@ -46,7 +49,7 @@ class LogThread:
         self._thread.start()
 
     def put(self, write: Callable[[], object]) -> bool:
-        """Queue a write; return False, without it, if too many are pending."""
+        """Queue a write and return True; return False, without it, if too many are pending."""
         if self._closed or self._writes.qsize() >= self._waiting:
             return False
         self._writes.put(write)
@@ -59,13 +62,13 @@ class LogThread:
         return lasted_s if lasted_s >= HUNG_S else 0.0
 
     def flush(self, patience_s: float) -> bool:
-        """Wait for all earlier writes; return False if that takes longer."""
+        """Wait for all earlier writes; return False if that takes longer than `patience_s`."""
         done = threading.Event()
         self._writes.put(done.set)
         return done.wait(patience_s)
 
     def close(self, patience_s: float) -> None:
-        """Carry out the pending writes within `timeout_s`, and end."""
+        """Carry out the pending writes, waiting `patience_s` at most, and end the thread."""
         if not self._closed:
             self._closed = True
             self._writes.put(None)
@@ -82,9 +85,10 @@ class LogThread:
 
 
 class AsideHandler(logging.Handler):
-    """Log handler that passes lines to another one in a thread: a full pipe stops no caller.
+    """Log handler that passes records to another one in a thread, so that a full pipe stops no
+    caller.
 
-    Lines beyond its bound are dropped.
+    Records beyond WAITING pending ones are dropped.
     """
 
     def __init__(self, handler: logging.Handler) -> None:
@@ -98,13 +102,16 @@ class AsideHandler(logging.Handler):
 
     @override
     def close(self) -> None:
-        """Write the pending lines, as far as the reader takes them within a second."""
+        """Write the pending records, as far as the reader takes them within a second."""
         self._thread.close(1.0)
         super().close()
 
 
 def log_to_stderr(level: int) -> None:
-    """Configure this process's `logging`: to standard error, without ever waiting for it."""
+    """Configure this process's `logging` to standard error, through an AsideHandler.
+
+    It does nothing if the root logger has a handler already.
+    """
     if logging.getLogger().handlers:
         return  # Somebody else has.
     handler = logging.StreamHandler()
@@ -121,7 +128,7 @@ TAIL_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LogLimits:
-    """Disk space of one log: `files` files of `file_bytes`; None keeps everything.
+    """Disk space of one log: `files` files of `file_bytes` each; None keeps everything.
 
     Raises ConfigError for limits under which nothing could be kept.
     """
@@ -145,7 +152,7 @@ KEEP_ALL = LogLimits(file_bytes=None)
 
 
 class BoundedFile:
-    """File of a log. `append` raises nothing; `dropped` counts the lost records."""
+    """Rotated file of one log; `append` raises nothing, and `dropped` counts the lost records."""
 
     def __init__(
         self,
@@ -154,7 +161,10 @@ class BoundedFile:
         marker: Mapping[str, object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """marker: further fields of a line about dropped records."""
+        """Create the object, without opening the file.
+
+        marker: further fields of a line about dropped records. clock: monotonic seconds.
+        """
         self.dropped = 0
         self._path = path
         self._limits = limits
@@ -175,11 +185,13 @@ class BoundedFile:
 
     @property
     def trouble(self) -> str:
-        """Reason why records are being dropped; empty while none are."""
+        """Reason why records are being dropped now; empty while none are."""
         return f"{self._path.name}: {self._trouble}" if self._trouble else ""
 
     def begin(self) -> None:
-        """Make the file, so that a log without records exists: a missing file is a missing log."""
+        """Create the file, so that a log without records exists: a missing file is a missing
+        log.
+        """
         with self._writing:
             try:
                 self._ready(self._clock(), 0)
@@ -187,7 +199,7 @@ class BoundedFile:
                 self._failed(error)
 
     def append(self, line: bytes) -> None:
-        """Write one line, which ends with a newline, or drop it."""
+        """Write one line, which ends with a newline, or drop and count it."""
         with self._writing:
             now_s = self._clock()
             if self._retry_s is not None and now_s < self._retry_s:
@@ -204,7 +216,7 @@ class BoundedFile:
                 self._recovered()
 
     def drop(self) -> None:
-        """Count a record that will not be written (any thread, at once)."""
+        """Count a record that will not be written; for any thread, without waiting."""
         with self._counting:
             self.dropped += 1
             self._unsaid += 1
@@ -306,7 +318,7 @@ def log_parts(path: Path) -> list[Path]:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder, and those above it, for this user alone. Raises OSError."""
+    """Create a folder, and those above it, for this user alone. Raises OSError."""
     if path.is_dir():
         return
     if path.parent != path:
@@ -315,10 +327,10 @@ def private_folder(path: Path) -> None:
 
 
 def trim_output(path: Path, limits: LogLimits) -> bool:
-    """Bound a child's output to `path` with O_APPEND: beyond `file_bytes` the file is emptied.
+    """Empty the file at `path` if a child's output there exceeds `file_bytes`; return True if so.
 
-    Its content goes to `path.1`, or is lost if the disk has no room for both. Returns True if the
-    file was emptied; raises nothing.
+    Its last `file_bytes` go to `path.1`, or are lost if the disk has no room for both. The child
+    must write with O_APPEND. Raises nothing.
     """
     most = limits.file_bytes
     try:
@@ -357,7 +369,9 @@ def _rotated(path: Path) -> list[tuple[int, Path]]:
 
 
 def rotate_parts(path: Path, files: int) -> None:
-    """Rename every part to the next older one; the oldest is removed. Raises OSError."""
+    """Rename every part of a log to the next older one; remove those beyond `files`. Raises
+    OSError.
+    """
     for age, part in sorted(_rotated(path), reverse=True):
         if age >= files - 1:
             part.unlink(missing_ok=True)
@@ -367,7 +381,9 @@ def rotate_parts(path: Path, files: int) -> None:
 
 
 def _without_torn_line(descriptor: int) -> tuple[int, bool]:
-    """Cut off an unfinished line; return the remaining size, and False if it could not be cut."""
+    """Cut off an unfinished last line; return the file's size, and True if that line is still
+    there.
+    """
     size = os.fstat(descriptor).st_size
     if not size or os.pread(descriptor, 1, size - 1) == b"\n":
         return size, False

@@ -30,7 +30,9 @@ PAUSE_S = 0.0002
 
 
 class FairSelector(selectors.DefaultSelector):
-    """A selector that sleeps `PAUSE_S` if it did not wait for `MOST_WITHOUT_WAIT_S`."""
+    """Selector that sleeps PAUSE_S once it has not waited for MOST_WITHOUT_WAIT_S, to let threads
+    run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +53,12 @@ class FairSelector(selectors.DefaultSelector):
 
 
 def fair_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop; the caller closes it."""
+    """Return a new event loop that lets other threads run; the caller closes it."""
     return asyncio.SelectorEventLoop(FairSelector())
 
 
 def run_fairly(main: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine like `asyncio.run`, on a fair loop."""
+    """Run a coroutine to its end like `asyncio.run`, on a fair loop."""
     with asyncio.Runner(loop_factory=fair_loop) as runner:
         runner.run(main)
 
@@ -74,7 +76,7 @@ _logger = logging.getLogger("rose.process.background_tasks")
 
 
 def stop_signalled() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set from now on."""
+    """Return an asyncio event that SIGTERM and SIGINT set from now on."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -82,12 +84,15 @@ def stop_signalled() -> asyncio.Event:
 
 
 class TaskDiedError(RoseError):
-    """A background task ended too often: the process cannot do its work."""
+    """Error: a background task ended too often, so the process cannot do its work."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """One task. `restarts`: None for no bound. `ending`: it may end."""
+    """One background task. `restarts`: bound, None for none. `ending`: it may end now.
+
+    `died`: ends in a row, each soon after the last; `why`: the last error, as one line.
+    """
 
     name: str
     work: Work
@@ -102,10 +107,13 @@ class _Kept:
 
 
 class Background:
-    """Background tasks of one process, in its event loop. End them with `close`."""
+    """Background tasks of one process, restarted when they end; end them with `close`."""
 
     def __init__(self, on_event: EventSink) -> None:
-        """on_event: called as `on_event("task_died", **fields)`."""
+        """Create the object without a task.
+
+        on_event: called as `on_event("task_died", **fields)` whenever a task ends by itself.
+        """
         self._on_event = on_event
         self._kept: list[_Kept] = []
         self._failure: RoseError | None = None
@@ -113,10 +121,10 @@ class Background:
         self._ending = False
 
     def start(self, name: str, work: Work, restarts: int | None = RESTARTS) -> None:
-        """Run `work()` for as long as the process lives, and again when it ends.
+        """Start a task that runs `work()`, and runs it again, after a pause, whenever it ends.
 
-        restarts: bound on ends within STEADY_S of each other, None for no bound; then `failed`
-        raises.
+        restarts: bound on ends in a row, each within STEADY_S of the start before; beyond it
+        `failed` raises. None for no bound.
         """
         kept = _Kept(name, work, restarts)
         self._kept.append(kept)
@@ -125,21 +133,21 @@ class Background:
         kept.task = task
 
     async def failed(self) -> None:
-        """Wait for ever. Raises the error of a task that ended too often."""
+        """Wait until a task has ended too often, then raise its error; never return."""
         await self._failed.wait()
         assert self._failure is not None
         raise self._failure
 
     def restarted(self) -> dict[str, int]:
-        """Return the number of restarts by task (any thread)."""
+        """Return the number of restarts by task name; for any thread."""
         return {kept.name: kept.restarted for kept in list(self._kept)}
 
     def running(self) -> dict[str, bool]:
-        """Names of the tasks that run now (any thread)."""
+        """Return by task name whether the task runs now; for any thread."""
         return {kept.name: kept.running for kept in list(self._kept)}
 
     def troubles(self) -> list[str]:
-        """Return the tasks that are down or were lately, a line each."""
+        """Return one line for each task that is down, or ended within the last STEADY_S."""
         since_s = asyncio.get_running_loop().time() - STEADY_S
         return [
             f"task {kept.name} {'was started again' if kept.running else 'is down'}: {kept.why}"
@@ -148,25 +156,28 @@ class Background:
         ]
 
     def let_end(self, names: Collection[str] | None = None) -> None:
-        """Let these tasks end, or all of them, since the process ends."""
+        """Do not restart these tasks, by name, when they end; None for all tasks."""
         self._ending = self._ending or names is None
         for kept in self._kept:
             kept.ending = kept.ending or names is None or kept.name in names
 
     async def ended(self, name: str, patience_s: float) -> None:
-        """Return once a task that may end has ended, or after the patience."""
+        """Wait until the tasks of that name have ended, `patience_s` at most.
+
+        Call it after `let_end`, since otherwise a task is restarted.
+        """
         tasks = [kept.task for kept in self._kept if kept.name == name and kept.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=patience_s)
 
     async def end(self, names: Collection[str]) -> None:
-        """Cancel these tasks, and forget them."""
+        """Cancel these tasks, by name, wait for their ends, and forget them."""
         self.let_end(names)
         await self._cancel([kept for kept in self._kept if kept.name in names])
         self._kept = [kept for kept in self._kept if kept.name not in names]
 
     async def close(self) -> None:
-        """Cancel all tasks."""
+        """Cancel all tasks and wait for their ends."""
         self.let_end()
         await self._cancel(self._kept)
 
@@ -197,7 +208,7 @@ class Background:
             kept.restarted += 1
 
     def _unkept(self, task: "asyncio.Task[None]") -> None:
-        """Report that the callback raised, so the task is not restarted any more."""
+        """Make `failed` raise if the restarting itself raised, as when `on_event` does."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = TaskDiedError(f"{task.get_name()} ended ({described(error)})")
             self._failed.set()
@@ -214,7 +225,10 @@ class Background:
 
 
 async def _end_of(work: Work) -> BaseException | None:
-    """Run the work to its end; return its error. Raises CancelledError if this task is."""
+    """Run the work to its end; return its error, None without one.
+
+    Raises CancelledError if the calling task is cancelled.
+    """
     try:
         await work()
     except asyncio.CancelledError as error:

@@ -29,7 +29,7 @@ UNKNOWN_EXIT = -1
 
 
 class ProcessGroup(ABC):
-    """A running process that leads a group of its own."""
+    """Base of a running process that leads a process group of its own."""
 
     def __init__(self, leader: int) -> None:
         self._group = leader
@@ -46,16 +46,19 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     async def wait(self) -> int:
-        """Wait for the leader's end; return its exit status."""
+        """Wait until the leader ends; return its exit status."""
 
     async def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End the whole group: TERM, a grace period, KILL. Returns when all of it is gone."""
+        """End the whole group: TERM, then KILL after `grace_s`; return when it is gone.
+
+        It waits KILL_GRACE_S at most after KILL.
+        """
         self._signal_group(signal.SIGTERM)
         if not await self._gone(grace_s):
             await self.kill()
 
     async def kill(self) -> None:
-        """End the whole group at once."""
+        """Kill the whole group, and wait until it is gone, KILL_GRACE_S at most."""
         try:
             kill_group(self._group)
         except OSError as error:  # without descriptors: then at the kernel's pace
@@ -80,7 +83,7 @@ class ProcessGroup(ABC):
 
 
 class AdoptedProcess(ProcessGroup):
-    """A process that an earlier parent started; its exit status cannot be known."""
+    """Process group that an earlier parent started; its exit status cannot be known."""
 
     def __init__(self, identity: ProcessIdentity) -> None:
         super().__init__(identity.pid)
@@ -88,18 +91,18 @@ class AdoptedProcess(ProcessGroup):
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs, UNKNOWN_EXIT afterwards."""
+        """None while the process runs, UNKNOWN_EXIT afterwards."""
         return None if self._identity.running else UNKNOWN_EXIT
 
     async def wait(self) -> int:
-        """Wait for its end; return UNKNOWN_EXIT."""
+        """Wait until the process ends; return UNKNOWN_EXIT."""
         while self._identity.running:  # noqa: ASYNC110 - another process is waited for
             await asyncio.sleep(POLL_S)
         return UNKNOWN_EXIT
 
 
 def group_alive(group: int) -> bool:
-    """Return True while the group holds a process that is not a zombie."""
+    """Return True while the group holds a process that is not a zombie, or cannot be read."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -118,10 +121,11 @@ _logger = logging.getLogger("rose.process.child")
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Claim that lets a child outlive its parent, until `orphan_s` after nobody locks `claim`.
+    """Conditions under which a child outlives its parent.
 
-    claim: descriptor of an open file, which this process has locked.
-    kill_file: the child ends while this file exists, whichever process lives.
+    claim: descriptor of an open file, which this process has locked; the child ends once no process
+    has locked it for `orphan_s`. kill_file: the child ends while this file exists, whichever
+    process lives.
     """
 
     claim: int
@@ -131,15 +135,14 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """Command line, placement and lifetime of a child.
+    """Command line, placement and lifetime of a child process.
 
-    core: the CPU that it and its children are pinned to, None for any.
-    share: "background" runs below every normal process (SCHED_IDLE), "aside" is a normal process
-    of a tenth of the weight; both are killed first when memory runs out. None: the parent's share.
-    cgroup: folder of the cgroup that it is moved to.
-    family: it starts children of its own, which end with it however it ends.
-    keep: None ends it with its parent.
-    log: file that takes stdout and stderr; with `piped` only stderr.
+    core: the CPU that it and its children are pinned to, None for any. share: "background" runs
+    below every normal process (SCHED_IDLE), "aside" is a normal process of a tenth of the weight;
+    both are killed first when memory runs out. None: the parent's share. cgroup: folder of the
+    cgroup that it is moved to. family: it starts children of its own, which end with it however it
+    ends. keep: None ends it with its parent. log: file that takes stdout and stderr; with `piped`
+    only stderr.
     """
 
     name: str
@@ -155,7 +158,7 @@ class ProcessSpec:
 
 
 class ManagedProcess(ProcessGroup):
-    """A running child and its process group."""
+    """Child process that this process started, and the process group that it leads."""
 
     def __init__(self, spec: ProcessSpec, process: asyncio.subprocess.Process) -> None:
         super().__init__(process.pid)
@@ -164,7 +167,10 @@ class ManagedProcess(ProcessGroup):
 
     @classmethod
     async def start(cls, spec: ProcessSpec) -> "ManagedProcess":
-        """Start the child. Raises FileNotFoundError if there is no such program."""
+        """Start a child in a group of its own and return it.
+
+        Raises FileNotFoundError if there is no such program.
+        """
         if shutil.which(spec.argv[0]) is None:
             raise FileNotFoundError(f"{spec.argv[0]} is no program that can be run")
         log = _opened(spec.log)
@@ -186,7 +192,7 @@ class ManagedProcess(ProcessGroup):
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, None while it runs."""
+        """Exit status of the child, None while it runs."""
         return self._process.returncode
 
     @property
@@ -202,17 +208,20 @@ class ManagedProcess(ProcessGroup):
         return self._process.stdout
 
     async def wait(self) -> int:
-        """Wait for the child's end; return its exit status."""
+        """Wait until the child ends; return its exit status."""
         return await self._process.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the child alone."""
+        """Send a signal to the child alone, if it still runs."""
         if self.returncode is None:
             self._process.send_signal(number)
 
 
 def _opened(log: Path | None) -> int | None:
-    """Open the child's output. A full disk does not keep the child from being started."""
+    """Return a descriptor for the child's output, None without a log.
+
+    A file that cannot be opened, as on a full disk, gives DEVNULL and a warning: the child starts.
+    """
     if log is None:
         return None
     try:

@@ -15,7 +15,7 @@ from rose.process.launcher import claim_holder
 
 
 class HeldFile:
-    """An open, locked file."""
+    """Open file that this process has locked; closing any other descriptor of it unlocks it."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -23,9 +23,9 @@ class HeldFile:
 
     @classmethod
     def take(cls, path: Path) -> Self:
-        """Open (or make) the file and lock it.
+        """Open the file, or create it, lock it without waiting, and return it.
 
-        Raises RefusedError with the process that holds it, ConfigError if it cannot be made.
+        Raises RefusedError with the process that holds it, ConfigError if it cannot be created.
         """
         try:
             private_folder(path.parent)
@@ -53,12 +53,12 @@ class HeldFile:
         os.pwrite(self.descriptor, raw, 0)
 
     def close(self) -> None:
-        """Unlock and close it."""
+        """Unlock and close the file."""
         os.close(self.descriptor)
 
 
 def holder_of(path: Path) -> int | None:
-    """Return the process id of the file's holder, None if there is none."""
+    """Return the id of the process that has locked the file; None if there is none, or no file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -20,17 +20,21 @@ R = TypeVar("R")
 
 
 class HttpConnection(asyncio.Protocol, Generic[R]):
-    """One connection, with one request at a time and its receiver; between requests it is idle.
+    """HTTP/1.1 connection with one request at a time, whose answer goes to the request's receiver.
 
-    A subclass passes the answer on to the receiver: in callbacks of httptools, or in `took`.
+    Between requests it is idle. A subclass passes the answer on to the receiver: in callbacks of
+    httptools, or in `took`.
     """
 
     idle_s = 300.0
-    """Time without a request after which the connection is closed."""
+    """Seconds without a request after which the connection is closed."""
     most_idle = 4_096
 
     def __init__(self, idle: "list[Any]") -> None:
-        """idle: its pool's list of connections without a request."""
+        """Create an unconnected protocol.
+
+        idle: its pool's list of connections without a request.
+        """
         self._idle = idle
         self._receiver: R | None = None
         self._parser: httptools.HttpResponseParser | None = None
@@ -40,7 +44,7 @@ class HttpConnection(asyncio.Protocol, Generic[R]):
 
     @property
     def is_open(self) -> bool:
-        """True if a request can be sent."""
+        """True if the connection is made and not closing, so that a request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
     @property
@@ -58,12 +62,12 @@ class HttpConnection(asyncio.Protocol, Generic[R]):
         self.write(data)
 
     def write(self, data: bytes) -> None:
-        """Send more of the request."""
+        """Send more bytes of the request; do nothing if the connection is closed."""
         if self._transport is not None:
             self._transport.write(data)
 
     def close(self) -> None:
-        """Hang up: the server's work for the request ends."""
+        """Abort the connection, which ends the server's work; the receiver gets no end."""
         self.close_after(None)
         # Parser and connection reference each other.
         self._receiver = self._parser = None
@@ -80,7 +84,7 @@ class HttpConnection(asyncio.Protocol, Generic[R]):
         self._transport = None
 
     def close_after(self, seconds: float | None) -> None:
-        """Close it in that time, unless another request begins; None for not at all."""
+        """Close the connection in that many seconds, unless a request begins; None cancels that."""
         if self._timer is not None:
             self._timer.cancel()
         loop = asyncio.get_running_loop()
@@ -89,10 +93,10 @@ class HttpConnection(asyncio.Protocol, Generic[R]):
     # ---- for subclasses ----
 
     def took(self, receiver: R, data: bytes) -> None:
-        """Take the answer's next bytes, which the parser has read."""
+        """Handle the answer's next bytes, which the parser has read; a subclass may override it."""
 
     def ended(self, receiver: R, error: Exception | None) -> None:
-        """Take the answer's end: whole, or broken off by `error`."""
+        """Handle the answer's end, whole or broken off by `error`; a subclass must override it."""
         raise NotImplementedError
 
     # ---- asyncio's protocol ----
@@ -161,9 +165,9 @@ C = TypeVar("C", bound="HttpConnection[Any]")
 
 
 class HttpPool(Generic[K, C]):
-    """Kept connections by their server. End with `close`.
+    """Idle HTTP connections by server, for reuse; end with `close`.
 
-    make: returns a new connection that is put into the given list while it is idle.
+    make: returns a new connection, which enters the given list while it is idle.
     """
 
     def __init__(self, make: Callable[[list[C]], C]) -> None:
@@ -171,7 +175,9 @@ class HttpPool(Generic[K, C]):
         self._idle: dict[K, list[C]] = defaultdict(list)
 
     def take(self, server: K) -> C | None:
-        """Return the open connection that was used last; None without one."""
+        """Return the open idle connection that was used last, removed from the pool; None without
+        one.
+        """
         idle = self._idle[server]
         while idle:
             connection = idle.pop()
@@ -188,7 +194,10 @@ class HttpPool(Generic[K, C]):
         tls: ssl.SSLContext | None = None,
         server_name: str | None = None,
     ) -> C:
-        """Return a new connection. Raises OSError, TimeoutError, and ValueError for no host."""
+        """Return a new connection, made within CONNECT_S.
+
+        Raises OSError, TimeoutError, and ValueError for an invalid host.
+        """
         loop, connection = asyncio.get_running_loop(), self._make(self._idle[server])
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -201,7 +210,7 @@ class HttpPool(Generic[K, C]):
         return connection
 
     def close(self) -> None:
-        """Hang up every idle connection."""
+        """Close every idle connection."""
         for idle in self._idle.values():
             while idle:
                 idle.pop().close()

@@ -64,9 +64,10 @@ ErrorBody = Callable[[int, str], bytes]
 
 
 class LimitLog:
-    """Limits of one process by the names of their options; `clock` gives monotonic seconds.
+    """Reporter of the limits that a process reaches: one event at first, one when that is over.
 
-    `say` is called as `say(event, limit=…, times=…)`.
+    `say` is called as `say(event, limit=…, times=…)`, with the limit's option name; `clock` gives
+    monotonic seconds.
     """
 
     def __init__(self, say: Callable[..., None], clock: Callable[[], float]) -> None:
@@ -76,14 +77,14 @@ class LimitLog:
         self._bouts: dict[str, tuple[int, float]] = {}
 
     def bites(self, limit: str, times: int = 1) -> None:
-        """Record that something was refused or closed because of a limit."""
+        """Count something that was refused or closed because of a limit; report the first time."""
         if limit not in self._bouts:
             self._say("limit_reached", limit=limit, times=times)
         earlier, _ = self._bouts.get(limit, (0, 0.0))
         self._bouts[limit] = earlier + times, self._clock()
 
     def sweep(self) -> None:
-        """Report the limits that are over."""
+        """Report the limits that were not reached for QUIET_S, and forget them."""
         now_s = self._clock()
         for limit, (times, last_s) in list(self._bouts.items()):
             if now_s - last_s > QUIET_S:
@@ -92,7 +93,9 @@ class LimitLog:
 
 
 def connections_allowed() -> int:
-    """Return the most connections that still leave each a descriptor for a replica's connection."""
+    """Return the most connections that leave each a second descriptor, for a replica's
+    connection.
+    """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -100,7 +103,7 @@ def connections_allowed() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise this process's descriptor limit to the most that it may have."""
+    """Raise this process's descriptor limit as far as it may, up to what MAX_CONNECTIONS need."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = 2 * MAX_CONNECTIONS + SPARE_DESCRIPTORS
     wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
@@ -110,14 +113,16 @@ def raise_descriptor_limit() -> None:
 
 
 class Bounded(Protocol):
-    """A connection that can be closed at once, or after its written data is sent (`hang_up`)."""
+    """Interface of a connection: `abort` closes at once, `hang_up` after its written data is
+    sent.
+    """
 
     def hang_up(self) -> None: ...
     def abort(self) -> None: ...
 
 
 class Connections:
-    """All connections of one port; `clock` gives monotonic seconds. Its `Listener` sweeps it."""
+    """All connections of one port, with bounds on their number and times; `Listener` sweeps it."""
 
     def __init__(
         self,
@@ -130,7 +135,11 @@ class Connections:
         ).encode(),
         idle_s: float = IDLE_S,
     ) -> None:
-        """error_body: makes the body of an error answer outside of any route."""
+        """Create the record of a port without connections; `clock` gives monotonic seconds.
+
+        error_body: returns the body of an error answer outside of any route, for a status and a
+        line.
+        """
         self.error_body = error_body
         self.capacity = capacity
         self.head_timeout_s = head_timeout_s
@@ -147,11 +156,15 @@ class Connections:
 
     @property
     def idle(self) -> int:
-        """Connections that wait for their callers' next request."""
+        """Number of connections that wait for their callers' next request."""
         return len(self._idle)
 
     def admit(self, connection: Bounded) -> bool:
-        """Return True if a new connection may stay; another one may be closed for it."""
+        """Add a new connection and return True; return False if the port is full.
+
+        In a full port the connection idle for longest, or the one whose head is due for longest, is
+        closed for it.
+        """
         if len(self._all) >= self.capacity and not self._make_room():
             return False
         self._all.add(connection)
@@ -159,22 +172,22 @@ class Connections:
         return True
 
     def heard(self, connection: Bounded) -> None:
-        """Record received bytes: of a new request, if the connection was idle."""
+        """Record received bytes: a new request's head begins if the connection was idle."""
         if self._idle.pop(connection, None) is not None:
             self._heads[connection] = self._clock()
 
     def began(self, connection: Bounded) -> None:
-        """Record that a request's head is whole."""
+        """Record that a request's head is whole, so that no time limit of heads holds."""
         self._heads.pop(connection, None)
         self._idle.pop(connection, None)
 
     def answered(self, connection: Bounded) -> None:
-        """Record that its request is answered."""
+        """Record that the connection's request is answered, so that it is idle."""
         if connection in self._all:
             self._idle[connection] = self._clock()
 
     def close(self) -> None:
-        """Close all of them at once."""
+        """Close all connections at once."""
         for connection in tuple(self._all):
             self._close(connection)
 
@@ -184,7 +197,9 @@ class Connections:
         self._idle.pop(connection, None)
 
     def sweep(self) -> None:
-        """Close the connections that take too long."""
+        """Close the connections whose head, or next request, is late; report limits that are
+        over.
+        """
         now_s = self._clock()
         for waiting, limit_s, name in (
             (self._heads, self.head_timeout_s, "head_timeout_s"),
@@ -221,7 +236,7 @@ class Connections:
 
 
 class Connection(web.RequestHandler):
-    """One of aiohttp's connections, which reports its state to `Connections`."""
+    """Connection of aiohttp's server, which reports its state to `Connections`."""
 
     __slots__ = ("_book", "_refused", "_socket")
 
@@ -266,12 +281,12 @@ class Connection(web.RequestHandler):
         self._book.answered(self)
 
     def hang_up(self) -> None:
-        """Close it after the written data is sent."""
+        """Close the connection after its written data is sent."""
         if self._socket is not None:
             self._socket.close()
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
         if self._socket is not None:
             self._socket.abort()
 
@@ -282,7 +297,9 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer bytes that are not HTTP like every other error, and close."""
+        """Return the error answer to bytes that are not HTTP, and close; other errors are
+        aiohttp's.
+        """
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         first = " ".join((message or "malformed").split())[:200]
@@ -302,7 +319,7 @@ def _too_many(error_body: ErrorBody) -> bytes:
 
 
 class _ClosedAtOnceError(BlockingIOError):
-    """A connection was accepted and closed; others may wait behind it."""
+    """Error: a connection was accepted and closed at once; others may wait behind it."""
 
 
 class BoundedSocket(socket.socket):
@@ -316,7 +333,10 @@ class BoundedSocket(socket.socket):
     limits: LimitLog | None = None
 
     def __init__(self, *of: int) -> None:
-        """of: family, type and protocol, as a socket's."""
+        """Create an unbound socket and open the descriptor in reserve.
+
+        of: family, type and protocol, as a socket's.
+        """
         super().__init__(*of)
         self.accepted = 0
         self._reserve: int | None = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -327,7 +347,10 @@ class BoundedSocket(socket.socket):
         return self.accepted >= self.capacity
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Return a connection and its peer. Raises BlockingIOError if it was closed at once."""
+        """Return a connection and its peer's address.
+
+        Raises BlockingIOError if none waits, or if the one that waited was closed at once.
+        """
         try:
             descriptor, peer = cast(Any, self)._accept()
         except OSError as error:
@@ -346,7 +369,7 @@ class BoundedSocket(socket.socket):
         return connection, peer
 
     def close(self) -> None:
-        """Close it, and the descriptor in reserve."""
+        """Close the socket, and the descriptor in reserve."""
         self._release_reserve()
         super().close()
 
@@ -355,7 +378,7 @@ class BoundedSocket(socket.socket):
             self.limits.bites(limit)
 
     def _shed(self) -> None:
-        """Close the next connection, with the descriptor in reserve."""
+        """Accept and close the next connection, with the descriptor in reserve."""
         self._release_reserve()
         with contextlib.suppress(OSError):
             os.close(cast(Any, self)._accept()[0])
@@ -369,7 +392,7 @@ class BoundedSocket(socket.socket):
 
 
 class _Counted(socket.socket):
-    """An accepted connection, counted until it is closed."""
+    """Accepted connection that its listening socket counts until it is closed."""
 
     _listening: BoundedSocket | None = None
 
@@ -396,7 +419,7 @@ class _Counted(socket.socket):
 
 
 class Listener:
-    """Listening sockets of one port, on any event loop. `bind` it, and close it.
+    """Listening sockets of one port, on any event loop; `bind` starts them, `close` ends them.
 
     uvloop's own servers accept in C, past `BoundedSocket`; and asyncio's servers do not know which
     TLS handshake is due for longest. Close to its bound a port ends that one for a new connection.
@@ -408,7 +431,10 @@ class Listener:
         book: Connections,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """make: returns the protocol of a new connection, which reports its state to `book`."""
+        """Create the listener without sockets.
+
+        make: returns the protocol of a new connection, which reports its state to `book`.
+        """
         self._make = make
         self._book = book
         self._tls = tls
@@ -444,7 +470,7 @@ class Listener:
         self._sweeping = loop.create_task(self._sweep())
 
     def close(self) -> None:
-        """Stop listening; connections whose handshakes are over continue."""
+        """Stop listening and end running handshakes; other connections continue."""
         for listening in self.sockets:
             asyncio.get_running_loop().remove_reader(listening)
             listening.close()
@@ -477,7 +503,9 @@ class Listener:
             )
 
     def _end_handshakes(self) -> bool:
-        """Return True if handshakes that are due for longest were ended."""
+        """Cancel the oldest handshakes, those older than HEAD_GRACE_S; return True if there were
+        any.
+        """
         before_s = asyncio.get_running_loop().time() - HEAD_GRACE_S
         oldest = itertools.islice(self._handshakes.items(), ACCEPTS)
         late = [task for task, since_s in oldest if since_s <= before_s]
@@ -499,7 +527,7 @@ class Listener:
 
 
 class FewRecords(logging.Filter):
-    """Log filter that passes `RECORDS_A_MINUTE` records a minute, so that no peer fills a disk."""
+    """Log filter that passes RECORDS_A_MINUTE records a minute, so that no peer fills a disk."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -519,7 +547,10 @@ _log.addFilter(FewRecords())
 
 
 def check_browser(http: web.BaseRequest) -> None:
-    """Raise the HTTP answer to a request from a page of another site, on a loopback port."""
+    """Raise an HTTP error answer for a request that a page of another site has a browser send.
+
+    For a port on loopback: a foreign `Host` or `Origin`, or a body that needs no preflight.
+    """
     if not is_loopback(_name_of("//" + http.headers.get("Host", ""))):
         raise web.HTTPMisdirectedRequest(
             reason="Foreign Host",
@@ -545,7 +576,10 @@ def _name_of(url: str) -> str:
 
 
 class HttpPort:
-    """HTTP server of one application, within the limits above. Start it once, and close it."""
+    """HTTP server of one aiohttp application, with bounds on connections, heads and bodies.
+
+    Start it once, and close it.
+    """
 
     def __init__(
         self,
@@ -559,9 +593,11 @@ class HttpPort:
         patience_s: float = 0.0,
         shutdown_s: float = 1.0,
     ) -> None:
-        """around: answers with the route that it is given. patience_s: to wait for a used port.
+        """Create the server, without binding its port; 0 takes any free one.
 
-        A caller that passes `connections` bounds bodies itself.
+        around: called with each request and the route, and returns the answer. patience_s: time to
+        wait for a used port. shutdown_s: time that running requests have at the end. A caller that
+        passes `connections` bounds bodies itself.
         """
         self.port = port
         self._host = host
@@ -576,13 +612,15 @@ class HttpPort:
 
     @property
     def server(self) -> web.Server:
-        """aiohttp's server, once started."""
+        """aiohttp's server object; only after `start`."""
         server = self._runner.server
         assert server is not None
         return server
 
     async def start(self) -> None:
-        """Bind the port. Raises OSError if it cannot be bound."""
+        """Bind the port and serve; set `port` to the bound number. Raises OSError if it cannot be
+        bound.
+        """
         raise_descriptor_limit()
         await self._runner.setup()
         book = self._connections
@@ -601,7 +639,7 @@ class HttpPort:
         self.port = listener.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stop answering."""
+        """Stop listening, and end the connections."""
         if self._listener is not None:
             self._listener.close()
         await self._runner.cleanup()
@@ -610,9 +648,10 @@ class HttpPort:
 def guarded(
     server: web.Server, book: Connections, around: Around | None = None, *, local: bool = False
 ) -> Callable[[], Connection]:
-    """Return the factory of protocols of new connections, whose requests `server` handles.
+    """Make `server` report its requests to `book`; return the factory of its connections.
 
-    local: the port is on loopback. Without `around` a body is read here, within `BODY_S`.
+    local: the port is on loopback, so `check_browser` is applied. around: as in `HttpPort`; without
+    it a body is read here, within BODY_S.
     """
     routed = server.request_handler
 
@@ -641,5 +680,5 @@ def guarded(
 
 
 def warn(event: str, **fields: object) -> None:
-    """Log a limit, within the bound on this module's records."""
+    """Log a limit's event, within the bound on this module's records."""
     _log.warning("%s: %s", event, fields)

@@ -40,7 +40,7 @@ _STOPS = {signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 def main(words: list[str]) -> None:
-    """Place this process by its options, then become the program."""
+    """Place this process by its options, then become the program; this does not return."""
     border = words.index("--")
     options = dict(word.split("=", 1) for word in words[:border])
     if "parent" in options:
@@ -53,14 +53,19 @@ def main(words: list[str]) -> None:
 
 
 def die_with(parent: int, death: signal.Signals) -> None:
-    """Have the kernel send `death` to this process when its parent ends."""
+    """Have the kernel send `death` to this process when its parent ends.
+
+    Exits at once if the parent has ended already.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, death)
     if os.getppid() != parent:
         sys.exit(ORPHANED)  # it died before the line above: nothing will ever tell this process
 
 
 def fork_keeper(leader: int, options: Mapping[str, str]) -> None:
-    """Start the keeper, which ends this group once its leader, this process, may not run."""
+    """Start the keeper process, which kills this group once its leader, this process, may not
+    run.
+    """
     # Block signals before the fork, so that none finds the keeper unprepared.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
     if os.fork() == 0:
@@ -81,7 +86,7 @@ def fork_keeper(leader: int, options: Mapping[str, str]) -> None:
 
 
 def keep(options: Mapping[str, str]) -> None:
-    """Return when the leader is dead or unclaimed, or when the kill file exists."""
+    """Wait until the leader is dead or unclaimed, or the kill file exists; then return."""
     if "claim" not in options:
         signal.sigwait({signal.SIGUSR1})
         return
@@ -95,7 +100,7 @@ def keep(options: Mapping[str, str]) -> None:
 
 
 def kill_group(group: int) -> None:
-    """Kill all of the group but this process, and free its memory soon.
+    """Kill all processes of the group but this one, and free their memory soon.
 
     A killed process frees its memory itself, as part of its own end: one of lower priority does so
     only when no other process wants its core. So raise it to normal priority first, where that is
@@ -112,7 +117,7 @@ def kill_group(group: int) -> None:
 
 
 def raise_group(group: int) -> bool:
-    """Raise the group's threads to normal priority; return False if that is not permitted."""
+    """Raise the group's threads to normal priority; return True if all of that was permitted."""
     return _raise(_others_of(group))
 
 
@@ -173,16 +178,16 @@ def _handle_of(pid: int) -> int | None:
 
 
 def claim_holder(descriptor: int) -> int | None:
-    """Return the process that has locked the file, or None; a dead one's lock is gone."""
+    """Return the id of the process that has locked the file; None if no living one has."""
     wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, wanted))
     return None if kind == fcntl.F_UNLCK else int(pid)
 
 
 def place(options: Mapping[str, str]) -> None:
-    """Pin this process and lower its priority by its options, as far as that is permitted.
+    """Pin this process, move it to a cgroup and lower its priority, as its options say.
 
-    `rose.node.guest.cpu_placement` reads the result back.
+    Only pinning must succeed. `rose.node.guest.cpu_placement` reads the result back.
     """
     if "core" in options:
         os.sched_setaffinity(0, {int(options["core"])})

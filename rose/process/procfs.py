@@ -31,7 +31,7 @@ class ProcessStat:
 
     @classmethod
     def of(cls, pid: int) -> Self | None:
-        """Return None if there is no such process, or none that this user may see."""
+        """Return the fields of a process; None if there is none, or none that this user may see."""
         try:
             raw = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -49,13 +49,13 @@ class ProcessStat:
 
     @property
     def ended(self) -> bool:
-        """True if it no longer runs, even if its parent has not collected it."""
+        """True if the process no longer runs, even if its parent has not collected it."""
         return self.state in (ZOMBIE, DEAD)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """A process across reused numbers: start times within a boot are unique."""
+    """Identity of a process that a reused number does not match: number, start time and boot."""
 
     pid: int
     started: int
@@ -63,7 +63,7 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> Self | None:
-        """Return None if there is no such process."""
+        """Return the identity of the process with this number; None if there is none."""
         stat = ProcessStat.of(pid)
         return None if stat is None or stat.ended else cls(pid, stat.started, boot_id())
 
@@ -74,7 +74,7 @@ class ProcessIdentity:
 
 
 def boot_id() -> str:
-    """Return an id that differs after every boot."""
+    """Return the kernel's id of the present boot, which differs after every boot."""
     return _BOOT_ID.read_text().strip()
 
 
@@ -87,7 +87,7 @@ def in_first_pid_namespace() -> bool:
 
 
 def pid_namespace() -> int:
-    """Return the inode that names this process namespace; 0 if unknown."""
+    """Return the inode number of this process's PID namespace; 0 if unknown."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino
     except OSError:
@@ -95,12 +95,12 @@ def pid_namespace() -> int:
 
 
 def group_states(group: int) -> list[str]:
-    """Return the states of the group's processes, without zombies."""
+    """Return the state letters (/proc) of the group's processes, without zombies."""
     return [stat.state for _, stat in group_members(group)]
 
 
 def find_in_group(group: int, name: str) -> ProcessIdentity | None:
-    """Return a running process of the group whose name begins with `name`, or None."""
+    """Return a running process of the group whose name begins with `name`; None without one."""
     found = (pid for pid, stat in group_members(group) if stat.name.startswith(name))
     return next((identity for pid in found if (identity := ProcessIdentity.of(pid))), None)
 
@@ -129,7 +129,10 @@ def group_bytes(group: int) -> int | None:
 
 
 def group_cpu_s(group: int) -> float:
-    """Return the processor time of the group's living processes."""
+    """Return the processor seconds of the group's living processes, added up.
+
+    Those of children that ended are not counted.
+    """
     total = 0.0
     for pid, _ in group_members(group):
         with contextlib.suppress(OSError, psutil.Error):
@@ -139,7 +142,7 @@ def group_cpu_s(group: int) -> float:
 
 
 def exposed_at(port: int) -> str | None:
-    """Return an address at which other machines reach a port of this one, or None.
+    """Return an address at which other machines reach the TCP port of this one; None if none.
 
     An engine has to listen on loopback alone: it checks no certificate.
     """

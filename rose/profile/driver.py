@@ -44,7 +44,9 @@ TTL_NS = 500_000_000
 
 
 class OpenGrant(threading.Thread):
-    """A grant on a page of its own, kept alive by a thread, and changed at once on request."""
+    """Thread that keeps a grant alive on a control page of its own, as an idle host's node
+    would.
+    """
 
     def __init__(self, page: ControlPage, token_budget: int, max_sequences: int) -> None:
         super().__init__(name="rose-open-grant", daemon=True)
@@ -60,23 +62,23 @@ class OpenGrant(threading.Thread):
                 self._write()
 
     def freeze(self) -> None:
-        """Let no further step begin."""
+        """Freeze the guest at once: no further step begins."""
         with self._lock:
             self._grant = replace(self._grant, mode=GrantMode.FREEZE)
             self._write()
 
     def allow(self, token_budget: int) -> None:
-        """Allow steps of `token_budget` tokens."""
+        """Allow steps of up to `token_budget` tokens at once."""
         with self._lock:
             self._grant = replace(self._grant, mode=GrantMode.RUN, token_budget=token_budget)
             self._write()
 
     def guest(self) -> GuestState:
-        """Return the guest's published state, zeroes before the first."""
+        """Return the guest's published state; zeroes before the first."""
         return self._page.guest.peek() or GuestState()
 
     def stop(self) -> None:
-        """End the thread; the grant lapses."""
+        """End the thread, so that the grant expires, and release the host's seat."""
         self._ended.set()
         self.join()
         self._host.close()
@@ -92,7 +94,7 @@ LOG = "engine.log"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the engine."""
+    """Add the command-line options of the engine under measurement."""
     parser.add_argument("--port", type=positive, metavar="N", help="default: a free one")
     parser.add_argument("--core", type=int, metavar="N", help="CPU core, as in the node's file")
     parser.add_argument("--dtype", default="bfloat16", help="default bfloat16")
@@ -113,7 +115,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def spec_of(args: argparse.Namespace, folder: Path, gpus: Gpus) -> EngineSpec:
-    """Return the engine's specification; it logs its steps in `folder`. Raises CardError."""
+    """Return the specification of the engine to start; it logs its steps in `folder`.
+
+    Raises CardError if the requested GPU cannot be used.
+    """
     on_gpu = args.device is not None
     named = card_environment(gpus.card(_device(args.device))) if on_gpu else {}
     return EngineSpec(
@@ -146,14 +151,16 @@ _UNCACHED: Final = {
 
 
 def _paths(args: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """Return the environment by which another interpreter finds ROSE."""
+    """Return the environment variables by which another interpreter finds ROSE; {} if not
+    needed.
+    """
     if args.engine is EngineKind.VLLM or args.engine_python is None:
         return {}
     return {"PYTHONPATH": module_path(folder / "metadata")}
 
 
 def positive(text: str) -> int:
-    """Parse a positive integer. Raises ArgumentTypeError."""
+    """Return the positive integer in `text`. Raises ArgumentTypeError if it is not positive."""
     value = int(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
@@ -172,11 +179,13 @@ ENDS_S = 5.0
 
 
 class UnfinishedTurnError(Exception):
-    """A turn did not finish; the message is the last line of its stream."""
+    """Error: a turn did not finish; the message is the last line of its stream."""
 
 
 class ProfileDriver:
-    """One engine under measurement. Raises EngineStartError when it fails or ends."""
+    """Driver of one engine under measurement; its methods raise EngineStartError if it fails or
+    ends.
+    """
 
     def __init__(
         self,
@@ -186,7 +195,11 @@ class ProfileDriver:
         logs: Path,
         vocabulary: int,
     ) -> None:
-        """logs: the folder that ROSE_STEP_LOG named."""
+        """Bind the driver to a started engine.
+
+        logs: the folder that ROSE_STEP_LOG named. vocabulary: number of token ids for random
+        prompts.
+        """
         self._engine = engine
         self._grant = grant
         self._http = http
@@ -197,7 +210,7 @@ class ProfileDriver:
         self._read = 0
 
     async def admit(self) -> int:
-        """Open the replica for turns; return the tokens that its KV cache holds."""
+        """Open the replica for turns; return the number of tokens that its KV cache holds."""
         url, headers = self._engine.spec.url, self._engine.headers
         try:
             body = msgspec.json.encode(EpochBody(1))
@@ -210,7 +223,7 @@ class ProfileDriver:
             raise await self._failed(error) from error
 
     async def runs(self, batch: Batch) -> list[list[LoggedStep]]:
-        """Return the steps of each counted run of a batch."""
+        """Run a batch UNCOUNTED_RUNS + RUNS times; return the logged steps of each counted run."""
         found = []
         for number in range(UNCOUNTED_RUNS + RUNS):
             steps = steps_of(batch, await self._run(batch))

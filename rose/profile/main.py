@@ -49,7 +49,9 @@ class MeasuredSteps:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Profile an engine. Raises RoseError."""
+    """Profile an engine, print the report and save the fit; return the exit status. Raises
+    RoseError.
+    """
     args = _checked(parser().parse_args(argv))
     out: Path = args.out
     if not out.parent.is_dir():
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser(prog: str = "rose profile") -> Parser:
-    """Return the parser of `rose profile`."""
+    """Return the command-line parser of `rose profile`."""
     parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, metavar="DIR")
     parser.add_argument("--out", type=Path, default=Path("step_profile.json"), metavar="FILE")

@@ -22,7 +22,11 @@ BUDGET_SHARES = (0.125, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """`sequences` turns of `prompt_tokens` each, started together, in steps of `token_budget`."""
+    """Batch of turns to run: `sequences` turns of `prompt_tokens`, in steps of `token_budget`
+    tokens.
+
+    The turns start together and generate DECODE_STEPS tokens each.
+    """
 
     sequences: int
     prompt_tokens: int
@@ -30,13 +34,15 @@ class Batch:
 
     @property
     def kv_tokens(self) -> int:
-        """KV tokens that it fills in the end."""
+        """Number of KV tokens that the batch fills in the end."""
         return self.sequences * (self.prompt_tokens + DECODE_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits of the engine: sequences at once, tokens of one sequence, of a step, of its KV."""
+    """Limits of the engine: sequences at once, tokens of one sequence, of a step, of its KV
+    cache.
+    """
 
     max_num_seqs: int
     max_model_len: int
@@ -45,7 +51,7 @@ class EngineLimits:
 
 
 def plan(limits: EngineLimits) -> list[Batch]:
-    """Return batches whose steps differ in tokens, sequences and context.
+    """Return the batches to run, whose steps differ in tokens, sequences and context.
 
     A budget holds a whole decode. Short prompts are run with every budget that their prefill fills.
     """
@@ -76,7 +82,7 @@ def _doubling(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """A step of a batch. context_tokens: KV in use at its start. cpu_s: computing, of `seconds`."""
+    """Measured step of a batch. context_tokens: KV in use at its start. cpu_s: processor time."""
 
     tokens: int
     sequences: int
@@ -87,7 +93,7 @@ class LoggedStep:
 
 
 def steps_of(batch: Batch, records: Iterable[StepRecord]) -> list[LoggedStep]:
-    """Return the batch's steps with the context at the start of each.
+    """Return the batch's steps in a run's records, with the context at the start of each.
 
     Turns of a batch start together and end together, so the KV in use is all that was computed
     before. Steps after the first turn has ended are left out.
@@ -115,7 +121,7 @@ def steps_of(batch: Batch, records: Iterable[StepRecord]) -> list[LoggedStep]:
 
 
 def samples_of(runs: Sequence[Sequence[LoggedStep]]) -> list[StepSample]:
-    """Return the median sample of each step size, over the repeated runs of a batch."""
+    """Return one sample for each step size of a batch: the median time over its repeated runs."""
     times = defaultdict[tuple[int, int, int], list[float]](list)
     for run in runs:
         for step in run:
@@ -124,7 +130,7 @@ def samples_of(runs: Sequence[Sequence[LoggedStep]]) -> list[StepSample]:
 
 
 def waited_share(runs: Iterable[Sequence[LoggedStep]]) -> float:
-    """Return the share of all steps' time in which the engine's thread did not run."""
+    """Return the share of all steps' time in which the engine's thread did not run; 0 to 1."""
     steps = [step for run in runs for step in run]
     wall_s = sum(step.seconds for step in steps)
     return max(0.0, 1 - sum(step.cpu_s for step in steps) / wall_s) if wall_s else 0.0
@@ -136,7 +142,7 @@ MAX_WAITED = 0.1
 
 
 def report(profile: StepProfile, samples: Sequence[StepSample], waited: float) -> Iterator[str]:
-    """Return the report's lines. waited: share of time in which the engine had no core."""
+    """Yield the lines of the printed report. waited: share of time without a core."""
     yield (
         f"a step takes {profile.base_s * 1e3:.3f} ms + {profile.per_token_s * 1e6:.2f} us a token"
         f" + {profile.per_sequence_s * 1e6:.2f} us a sequence"
@@ -161,7 +167,7 @@ def report(profile: StepProfile, samples: Sequence[StepSample], waited: float) -
 
 
 def _spread(samples: Sequence[StepSample]) -> list[StepSample]:
-    """Return a few of them, from the shortest to the longest."""
+    """Return at most ROWS of the samples, from the shortest to the longest."""
     ordered = sorted(samples, key=lambda sample: sample.seconds)
     if len(ordered) <= ROWS:
         return ordered

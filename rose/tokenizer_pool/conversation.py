@@ -12,7 +12,7 @@ import jinja2.nodes as ast
 
 
 class TemplateError(ValueError):
-    """A conversation that the template does not take."""
+    """Error: the chat template does not take the conversation."""
 
 
 # Types of a part that are text, and the field that holds it.
@@ -30,10 +30,10 @@ _BILLING_LINE = "x-anthropic-billing-header"
 def conversation_of(
     messages: list[Any], *, as_parts: bool, developer: bool
 ) -> list[dict[str, Any]]:
-    """Return the messages as a template gets them. Raises TemplateError.
+    """Return the messages in the form that a chat template gets. Raises TemplateError.
 
     as_parts: the template loops over parts (`takes_parts`). developer: it knows that role; without
-    it, developer messages are system messages, of which there is one, the first.
+    it, developer messages become system messages, merged into one, the first.
     """
     found = [_message(message, as_parts) for message in messages]
     if not developer and any(message["role"] == "developer" for message in found):
@@ -63,7 +63,7 @@ def _message(message: object, as_parts: bool) -> dict[str, Any]:
 
 
 def _more(role: str, message: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields beside role and content that vLLM keeps."""
+    """Return the fields of a message beside role and content that vLLM keeps."""
     kept = {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
     if role == "assistant":
         calls = message.get("tool_calls")
@@ -83,7 +83,7 @@ def _more(role: str, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _part(part: object) -> dict[str, Any] | None:
-    """Return a part as {"type": "text", "text": …}, None for a text that is null."""
+    """Return a content part as {"type": "text", "text": …}, None for a text that is null."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
@@ -99,7 +99,10 @@ def _part(part: object) -> dict[str, Any] | None:
 
 
 def _without_billing(part: object) -> object:
-    """Return a part of a system message without the line that a coding agent puts first."""
+    """Return a part of a system message without the line that a coding agent puts first.
+
+    None if nothing else is in it.
+    """
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
     if not isinstance(text, str) or not text.startswith(_BILLING_LINE):
         return part
@@ -110,7 +113,7 @@ def _without_billing(part: object) -> object:
 
 
 def _calls(calls: object) -> list[dict[str, Any]]:
-    """Return tool calls whose arguments are objects: a malformed string is an empty one."""
+    """Return tool calls with arguments as objects; a malformed string becomes an empty object."""
     if not isinstance(calls, list):
         raise TemplateError("tool_calls of a message is a list")
     found = []
@@ -139,7 +142,7 @@ def _as_system(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with all system messages as the first one, where they are not."""
+    """Return the messages with all system messages merged into one, which comes first."""
     places = [place for place, message in enumerate(messages) if message["role"] == "system"]
     if places == [0]:
         return messages

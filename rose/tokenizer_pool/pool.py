@@ -44,11 +44,11 @@ RESTART_PAUSE_S = 1.0
 
 
 class TextRefused(RefusedError):  # noqa: N818 - as RefusedError's other kinds
-    """The job itself is at fault: too long, too large, or the template's own complaint."""
+    """Error: the job itself is at fault: too long, too large, or the template's own complaint."""
 
 
 class TextBusy(RefusedError):  # noqa: N818 - a state
-    """Too many texts are waiting: the same job may be done later."""
+    """Error: too many texts are waiting; the same job may be done later."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,10 +59,10 @@ class _Worker:
 
 
 class TextPool:
-    """Workers with one tokenizer. `start` it, or let the first job; end with `close`.
+    """Pool of tokenizer worker processes for the gateway; `run` does one job; end with `close`.
 
-    module: run by the workers; it takes `setup` as its first frame. note: called with an event and
-    its fields when a worker ends.
+    setup: sent to each worker as its first frame. note: called with an event and its fields when a
+    worker ends. module: the Python module that the workers run.
     """
 
     def __init__(
@@ -88,14 +88,16 @@ class TextPool:
         self._started = self._closed = False
 
     def start(self) -> None:
-        """Start all workers, without waiting for them."""
+        """Start all workers, without waiting for them; a second call does nothing."""
         if not self._started:
             self._started = True
             for _ in range(self._workers):
                 self._spawn(self._begin(0.0))
 
     async def run(self, job: Job) -> Done:
-        """Run a job. Raises TextRefused or TextBusy."""
+        """Run a job on the next free worker and return its answer. Raises TextRefused or
+        TextBusy.
+        """
         self.start()
         async with contextlib.AsyncExitStack() as held:
             worker = await self._take(held, large=_size(job) > LARGE_BYTES)
@@ -103,7 +105,7 @@ class TextPool:
             return await asyncio.shield(self._spawn(self._work(job, worker, held.pop_all())))
 
     async def close(self) -> None:
-        """End all workers."""
+        """Cancel the running jobs and end all workers."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -121,7 +123,11 @@ class TextPool:
         return task
 
     async def _take(self, held: contextlib.AsyncExitStack, *, large: bool) -> _Worker:
-        """Wait for a worker; `held` returns the place among large jobs."""
+        """Wait for a free worker and return it. Raises TextBusy, or TextRefused if none can be set
+        up.
+
+        A large job also takes a place among large ones, which `held` gives back.
+        """
         if self._waiting >= MAX_QUEUE:
             raise TextBusy(f"{self._waiting} texts wait to be tokenized; send it again later")
         self._waiting += 1
@@ -144,7 +150,11 @@ class TextPool:
         return worker
 
     async def _begin(self, after_s: float) -> None:
-        """Start a worker, trying until there is one."""
+        """Start a worker and add it to the idle ones, retrying each RESTART_PAUSE_S until one
+        starts.
+
+        A worker that refuses its setup ends that: the pool is unusable then, and refuses every job.
+        """
         while True:
             await asyncio.sleep(after_s)
             worker = await _start(self._module)
@@ -191,7 +201,9 @@ class TextPool:
         return TextRefused(f"tokenizing this text {why}: send a shorter one")
 
     async def _free(self, worker: _Worker, answer: Done | Refused | None) -> None:
-        """Make the worker idle again, or begin its successor."""
+        """Make the worker idle again; after a late job or its last answer end it and start
+        another.
+        """
         if answer is not None and not (isinstance(answer, Refused) and answer.last):
             self._idle.put_nowait(worker)
             return
@@ -218,7 +230,9 @@ async def _start(module: str) -> _Worker:
 
 
 async def _ask(worker: _Worker, data: bytes) -> Done | Refused:
-    """Send a frame and read the answer. Raises OSError or EOFError if the worker is gone."""
+    """Send a frame and return the decoded answer. Raises OSError or EOFError if the worker is
+    gone.
+    """
     worker.writer.write(data)
     await worker.writer.drain()
     (size,) = LENGTH.unpack(await worker.reader.readexactly(LENGTH.size))

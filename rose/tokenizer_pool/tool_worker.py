@@ -31,7 +31,9 @@ _MESSAGES = [{"role": "user", "content": "-"}]
 
 
 class ToolService(WorkerService):
-    """Finder of calls with one parser. Raises ValueError or ImportError for an unknown one."""
+    """Service that finds tool calls with one parser; ValueError or ImportError for an unknown
+    one.
+    """
 
     too_large = "the output needs more memory than one may have"
 
@@ -61,7 +63,7 @@ class ToolService(WorkerService):
         return Done(text=found.content or "", calls=calls)
 
     def _request(self, tools: Sequence[Any]) -> tuple[Any, bool]:
-        """Return the request for a parser, and True if the parser wants no special tokens."""
+        """Return the request for a parser, and True if its text is to have no special tokens."""
         if self._own:
             return SimpleNamespace(tools=tools, tool_choice="auto"), False
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
@@ -71,7 +73,7 @@ class ToolService(WorkerService):
         return request, bool(request.skip_special_tokens)
 
     def _made(self, tools: Sequence[Any], request: Any) -> Any:  # noqa: ANN401 - a parser
-        """Return a new parser: it keeps its state."""
+        """Return a new parser for a job, since a parser keeps its state."""
         if self._own or len(inspect.signature(self._parser).parameters) < 2:
             return self._parser(self._tokenizer)
         del tools

@@ -32,12 +32,15 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks an assistant's words for training; rendering ignores the mark."""
+    """Jinja extension for `{% generation %}`, which marks an assistant's words for training.
+
+    Rendering ignores the mark.
+    """
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Return the block's own statements."""
+        """Return the parsed statements inside the block."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -67,7 +70,7 @@ def _strftime_now(form: str) -> str:
 
 
 def template_environment() -> ImmutableSandboxedEnvironment:
-    """Return the sandbox that chat templates are written for."""
+    """Return a Jinja sandbox with the filters and functions that chat templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
@@ -88,7 +91,10 @@ def render(
     tools: list[dict[str, Any]] | None = None,
     documents: list[dict[str, str]] | None = None,
 ) -> str:
-    """Return the prompt of a conversation. Raises TemplateError, or any error of the template."""
+    """Return the prompt text of a conversation. Raises TemplateError, or any error of the template.
+
+    max_chars: a longer prompt raises TemplateError.
+    """
     final = ""
     if continue_final_message:
         messages = deepcopy(messages)
@@ -111,7 +117,7 @@ def render(
 
 
 def _mark(message: dict[str, Any]) -> str:
-    """Put the tag behind a message's text, and return the text."""
+    """Append CONTINUE_TAG to a message's text, and return the text without the tag."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + CONTINUE_TAG
@@ -143,12 +149,11 @@ Variable = bool | int | float | str | None
 
 
 class Setup(msgspec.Struct, tag=True):
-    """A worker's first frame: the tokenizer as `tokenizers` writes it, and its chat templates.
+    """First frame to a worker: the tokenizer as `tokenizers` writes it, and its chat templates.
 
     tool_template: for conversations with tools; the same one if the tokenizer has one alone.
-
     special: the template's special tokens by name. memory_bytes: bound on allocations beyond the
-    tokenizer. time_s: of a job. max_chars: of a rendered template.
+    tokenizer. time_s: bound on a job. max_chars: bound on a rendered template.
     """
 
     tokenizer: str
@@ -161,7 +166,7 @@ class Setup(msgspec.Struct, tag=True):
 
 
 class Encode(msgspec.Struct, tag=True):
-    """Request for token ids of texts; `strings` also asks for the first one's tokens as text."""
+    """Job: return token ids of texts; `strings` also asks for the first one's tokens as text."""
 
     texts: list[str]
     add_special_tokens: bool = True
@@ -169,7 +174,7 @@ class Encode(msgspec.Struct, tag=True):
 
 
 class Chat(msgspec.Struct, tag=True):
-    """Request for token ids of a conversation, which is the caller's JSON; `tools` too."""
+    """Job: return token ids of a conversation; `messages` and `tools` are the caller's JSON."""
 
     messages: bytes
     variables: dict[str, Variable]
@@ -181,13 +186,16 @@ class Chat(msgspec.Struct, tag=True):
 
 
 class Decode(msgspec.Struct, tag=True):
-    """Request for the text of token ids, packed by `packed`."""
+    """Job: return the text of token ids, packed by `packed`."""
 
     token_ids: bytes
 
 
 class ToolSetup(msgspec.Struct, tag=True):
-    """First frame of a worker that finds tool calls (tool_worker.py); limits as in `Setup`."""
+    """First frame to a worker that finds tool calls (tool_worker.py); limits as in `Setup`.
+
+    parser: one of vLLM's by name, or MODULE:CLASS. folder: of the model's tokenizer.
+    """
 
     parser: str
     folder: str
@@ -196,9 +204,9 @@ class ToolSetup(msgspec.Struct, tag=True):
 
 
 class ParseTools(msgspec.Struct, tag=True):
-    """Request for the calls in an output, of tokens without the one that ended it; `tools` in JSON.
+    """Job: return the tool calls in an output; `token_ids` are without the token that ended it.
 
-    stop: the string that ended it.
+    tools: JSON. stop: the string that ended the output, kept in the text with `include_stop`.
     """
 
     token_ids: bytes
@@ -208,14 +216,17 @@ class ParseTools(msgspec.Struct, tag=True):
 
 
 class FoundCall(msgspec.Struct):
-    """A call that a model wrote; `arguments` is JSON, or the model's attempt at it."""
+    """Tool call in a model's output; `arguments` is JSON, or the model's attempt at it."""
 
     name: str
     arguments: str
 
 
 class Done(msgspec.Struct, tag=True):
-    """A job's answer; `token_ids` packed, one for each text."""
+    """Answer to a job; `token_ids` are packed, one entry for each text.
+
+    `text` answers Decode and ParseTools, the latter with the `calls`.
+    """
 
     token_ids: list[bytes] = []
     strings: list[str] | None = None
@@ -224,7 +235,7 @@ class Done(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """Reason why a job has no answer; with `last` the worker ends after it."""
+    """Answer to a job that was not done, with the reason; with `last` the worker ends after it."""
 
     message: str
     last: bool = False
@@ -238,19 +249,19 @@ decode_answer: Callable[[bytes], Done | Refused] = msgspec.msgpack.Decoder(Done 
 
 
 def packed(token_ids: Sequence[int]) -> bytes:
-    """Return token ids below 2**32 as bytes."""
+    """Return token ids below 2**32 as bytes, four for each."""
     return array("I", token_ids).tobytes()
 
 
 def unpacked(data: bytes) -> list[int]:
-    """Return the token ids of bytes."""
+    """Return the token ids in bytes that `packed` made."""
     ids = array("I")
     ids.frombytes(data)
     return ids.tolist()
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:
-    """Return the next frame; None if the other side is gone."""
+    """Return the body of the next frame; None if the other side is gone."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -260,7 +271,7 @@ def read_frame(stream: BinaryIO) -> bytes | None:
 
 
 def frame(message: object) -> bytes:
-    """Return a frame with one message."""
+    """Return a frame with one message: length, then msgpack."""
     body = encode(message)
     return LENGTH.pack(len(body)) + body
 
@@ -272,12 +283,12 @@ S = TypeVar("S", Setup, ToolSetup)
 
 
 class WorkerService(ABC):
-    """Runner of jobs of one kind; any error in a job is a refusal."""
+    """Base of the services that do a worker's jobs; any error in a job becomes a Refused."""
 
     too_large: ClassVar[str]
 
     def answer(self, job: Any) -> Done | Refused:  # noqa: ANN401 - of its kind
-        """Return a job's answer; never raises."""
+        """Return a job's answer; an error, too little memory included, is a Refused."""
         try:
             return self._do(job)
         except MemoryError:
@@ -293,12 +304,14 @@ class WorkerService(ABC):
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's text as one line of bounded length."""
+    """Return an error's text as one line of MAX_REASON_CHARS at most."""
     return " ".join(str(error).split())[:MAX_REASON_CHARS]
 
 
 class _Compiled(NamedTuple):
-    """A template, and its features: content as parts, messages of the developer role."""
+    """Compiled chat template, with its features: content as parts, messages of the developer
+    role.
+    """
 
     template: jinja2.Template
     parts: bool
@@ -314,7 +327,7 @@ def _compiled(text: str | None) -> _Compiled | None:
 
 
 class TextService(WorkerService):
-    """Runner of jobs with one tokenizer."""
+    """Service that does Encode, Chat and Decode jobs with one tokenizer."""
 
     too_large = "the text needs more memory than one text may have"
 
@@ -360,9 +373,10 @@ class TextService(WorkerService):
 
 
 def serve(kind: type[S], made: Callable[[S], WorkerService]) -> None:
-    """Run jobs with the service that `made` makes of the first frame, or answer its error.
+    """Read jobs from standard input and write their answers to standard output until either ends.
 
-    Jobs and answers pass over the standard streams; nothing else may write to them.
+    The first frame is of type `kind`, and `made` makes the service of it; an error there is the
+    answer. Nothing else may write to standard output: it is redirected to standard error.
     """
     jobs, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

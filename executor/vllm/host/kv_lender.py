@@ -163,7 +163,7 @@ class CudaLendingPool(LendingPool):
 class SkipPolicy:
     """Policy that chooses running requests to skip a step while blocks that they need are lent.
 
-    The clock is passed in. A request skips for HOLD_NS at most.
+    The clock is passed in. A hold lasts HOLD_NS at most, from its first step on.
     """
 
     def __init__(self, block_tokens: int, lookahead_tokens: int, step_tokens: int) -> None:
