@@ -59,8 +59,7 @@ class EngineSettings:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
-        """Return the settings that the environment's ROSE_* variables hold; a missing one has its
-        default.
+        """Return the settings in the environment's ROSE_* variables; a missing one has its default.
 
         ROSE_ROLE, ROSE_CONTROL_PAGE, ROSE_SLO_TTFT_S, ROSE_SLO_TPOT_S, ROSE_ORPHAN_S,
         ROSE_STEP_PROFILE, ROSE_HOST_STEP_PROFILE, ROSE_HOST_LEVEL, ROSE_HOST_RESERVE,
@@ -110,9 +109,7 @@ def page_path_of(environ: Mapping[str, str]) -> str:
 
 
 def _own_name(environ: Mapping[str, str]) -> str:
-    """Return a host's default name: the machine's or pod's, and CUDA_VISIBLE_DEVICES if that is
-    set.
-    """
+    """Return a host's default name: the machine's or pod's, with CUDA_VISIBLE_DEVICES if set."""
     parts = socket.gethostname(), environ.get("CUDA_VISIBLE_DEVICES", "")
     name = "-".join(re.sub(r"[^A-Za-z0-9._-]+", "-", part).strip("-._") for part in parts if part)
     return name[:100]

@@ -9,8 +9,8 @@ from typing import Final, Self
 
 
 class FreezeReason(StrEnum):
-    """Reason why a guest runs, slows down or is frozen: a short word, and a `sentence` for an
-    operator.
+    """Reason why a guest runs, slows down or is frozen: a word, and a `sentence` that explains
+    it.
     """
 
     sentence: str

@@ -69,8 +69,7 @@ class HarvestCaps:
         return now_ns % COMPUTE_WINDOW_NS < self.compute * COMPUTE_WINDOW_NS
 
     def slack(self, own: float) -> float:
-        """Return the share of the host's slack that steps may take: the lesser of the cap and
-        `own`.
+        """Return the share of the host's slack that steps may take: the lesser of cap and `own`.
 
         own: share in the node's file.
         """
@@ -170,15 +169,14 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class VoidLeases:
-    """Action of the grant controller: end all leases so far, since none was renewed during a
-    pause.
-    """
+    """Action of the grant controller: end all leases so far, which nobody renewed in a pause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Boost:
-    """Action of the grant controller: give the guest's processes normal priority, or (`on` False)
-    the lowest again.
+    """Action of the grant controller: give the guest's processes normal priority, or take it away.
+
+    `on` False puts them behind all others again.
     """
 
     on: bool
@@ -196,7 +194,7 @@ Action = Write | VoidLeases | Boost | Reclaim
 
 @dataclass(frozen=True, slots=True)
 class GuardStatus:
-    """State of the grant controller after a step: mode and epoch of the last grant, and the guest's
+    """State of the grant controller after a step: mode and epoch of its grant, and the guest's
     debt.
 
     `owed_bytes`: KV memory that the guest has to return. `boosted`: the guest has a core of its
@@ -338,9 +336,7 @@ class GrantController:
     def _cap(
         self, now_ns: int, host: HostState | None, guest: GuestState | None, limit: int
     ) -> int:
-        """Return the granules that the guest may keep: its limit, or fewer under memory
-        pressure.
-        """
+        """Return the granules that the guest may keep: its limit, or fewer under pressure."""
         used = host.kv_used / host.kv_total if host is not None and host.kv_total > 0 else None
         guest = guest or GuestState()
         most = min((n for n in (limit, guest.granules_total) if n > 0), default=0)

@@ -19,7 +19,7 @@ _HOST_BUSY, _NO_SLACK = FreezeReason.HOST_BUSY, FreezeReason.NO_SLACK
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Verdict of the gate: run one step of at most `token_budget` tokens and `max_sequences`
+    """Verdict of the gate: run a step of at most `token_budget` tokens, `max_sequences`
     sequences.
     """
 
@@ -59,8 +59,7 @@ def decide(
     limits: GateLimits,
     context_tokens: int = 0,
 ) -> Run | Yield:
-    """Return whether the guest may run a step at `now_ns`: Run with its size, or Yield with the
-    reason.
+    """Return the gate's verdict at `now_ns`: Run with the step's size, or Yield with the reason.
 
     grant: None if it cannot be read. `model` predicts the guest's own steps over `context_tokens`
     of KV. With `slack_share` 0 the guest runs only while the host is idle; above 0 it gets the

@@ -53,9 +53,7 @@ class NoRoomError(PageError):
 
 
 class StepLog:
-    """Memory-mapped log file of one engine process, written by one thread; a full log takes no
-    more.
-    """
+    """Memory-mapped log file of an engine process, with one writing thread; once full it stops."""
 
     def __init__(
         self,
@@ -130,10 +128,9 @@ class StepLog:
 
 
 def checked_records(raw: bytes) -> bytes:
-    """Return a step log's records as bytes, without its header; checked by magic, version and
-    length.
+    """Return a step log's records as bytes, without its header. Raises ValueError.
 
-    `raw` may end right after the last used record. Raises ValueError.
+    Magic, version and length are checked. `raw` may end right after the last used record.
     """
     if len(raw) < HEADER.size:
         raise ValueError("too short for a step log")

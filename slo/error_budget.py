@@ -15,8 +15,7 @@ DAY_S: Final = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class BurnRule:
-    """Alert rule: fires while both windows burn `budget_share` of the budget per `long_s` or
-    faster.
+    """Alert rule: fires while two windows burn `budget_share` of the budget per `long_s`.
 
     The long window (`long_s`) says that it matters, the short one (`short_s`) that it goes on: an
     alert ends soon after its cause does.
@@ -146,8 +145,9 @@ class ErrorBudget:
         return burnt(good, bad, self.objective)
 
     def remaining(self, now_s: float) -> float:
-        """Return the share of the period's budget that is left: 1 without traffic, below 0 when
-        overspent.
+        """Return the share of the period's budget that is left; below 0 when overspent.
+
+        1 without traffic.
         """
         good, bad = self.counts(now_s, self.period_s)
         return 1.0 - burnt(good, bad, self.objective)
@@ -163,9 +163,7 @@ class ErrorBudget:
         return tuple(fired)
 
     def counts(self, now_s: float, window_s: float) -> tuple[int, int]:
-        """Return (good, bad) requests of the last `window_s` seconds; raises as `burn_rate`
-        does.
-        """
+        """Return (good, bad) requests of the last `window_s` seconds. Raises ValueError."""
         # The finest ring that holds the window and the slice that is still running.
         for ring in self._rings:
             if window_s + ring.slice_s <= ring.span_s + 1e-6:

@@ -89,9 +89,7 @@ class Histogram:
         return lower_s + (self.bounds_s[index] - lower_s) * inside
 
     def since(self, earlier: "Histogram") -> "Histogram | None":
-        """Return the histogram of the values after `earlier`; None if this one does not continue
-        it.
-        """
+        """Return the histogram of values after `earlier`; None if this does not continue it."""
         if self.bounds_s != earlier.bounds_s:
             return None
         grown = [now - then for now, then in zip(self.counts, earlier.counts, strict=True)]

@@ -43,8 +43,9 @@ class LoadForecast:
         self._amount += amount
 
     def expected(self, now_s: float, ahead_s: float = 0.0) -> float:
-        """Return the load per second expected `ahead_s` from now; 0 without traffic, never
-        negative.
+        """Return the load per second expected `ahead_s` from now; never negative or NaN.
+
+        0 without traffic.
         """
         self._roll(now_s)
         steps = max(1, math.ceil(ahead_s / self.slice_s))

@@ -105,9 +105,7 @@ class StepProfile:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the profile in the text that `to_json` wrote. Raises ProfileError for any
-        other.
-        """
+        """Return the profile in the text of `to_json`. Raises ProfileError for any other."""
         try:
             saved = json.loads(text)
         except ValueError as error:

@@ -33,8 +33,7 @@ MODEL_CHARS: Final = 253
 
 @dataclass(frozen=True, slots=True)
 class HostDescription:
-    """Model, latency targets and GPUs of a host, which it writes to a JSON file beside its control
-    page.
+    """Model, latency targets and GPUs of a host, in a JSON file beside its control page.
 
     A target of 0 is unknown; `devices` are the UUIDs of its GPUs. seated_ns: CLOCK_MONOTONIC time
     at which the host took the page's seat.
@@ -113,9 +112,7 @@ class HostDescription:
 
 
 def host_name(page: Path) -> str:
-    """Return the name of the host whose control page is at `page`. Raises PageError for an invalid
-    one.
-    """
+    """Return the name of the host with this control page. Raises PageError for an invalid one."""
     if page.suffix != SUFFIX or not _NAME.fullmatch(page.stem):
         raise PageError(
             f"{page.name!r:.120} names no host; up to 100 letters, digits, '.', '_' and '-',"

@@ -58,8 +58,7 @@ class HeldLock:
 
     @classmethod
     def take(cls, path: Path, byte: int, inode: tuple[int, int] | None = None) -> Self | None:
-        """Lock `byte` of the file at `path` without waiting; return None if another process holds
-        it.
+        """Lock `byte` of the file at `path`, without waiting; None if another process holds it.
 
         Every byte is locked exclusively but VETO, which is shared. inode: (device, inode) that the
         file must still have. Raises OSError if there is no such file, or its file system has no
@@ -107,27 +106,21 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def is_held(descriptor: int, byte: int) -> bool:
-    """Return True if another open description of the file holds a lock on `byte`. Raises
-    OSError.
-    """
+    """Return True if another open description of the file locks `byte`. Raises OSError."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def is_in_use(descriptor: int) -> bool:
-    """Return True if another open description of the file holds a lock on any byte. Raises
-    OSError.
-    """
+    """Return True if another open description of the file locks any byte. Raises OSError."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
 
 def inode_of(status: os.stat_result) -> tuple[int, int]:
-    """Return the (device, inode) of a file's status, which identifies the file whatever its
-    name.
-    """
+    """Return the (device, inode) of a file's status, its identity whatever its name."""
     return status.st_dev, status.st_ino
 
 
@@ -140,8 +133,9 @@ class Beat(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Call `beat` every BEAT_S; an error is logged and ends the thread, which freezes the
-        guest.
+        """Call `beat` every BEAT_S until stopped.
+
+        An error is logged and ends the thread, which freezes the guest.
         """
         try:
             while not self._ended.wait(BEAT_S):
@@ -160,8 +154,7 @@ class Beat(threading.Thread):
 
 
 class Veto:
-    """Shared lock that freezes the guests of a control page, for an engine that serves but cannot
-    publish.
+    """Shared lock that freezes a page's guests, for an engine that serves but cannot publish.
 
     The lock is on one file, so `renew` must lock again when another file takes the path.
     """
@@ -179,8 +172,9 @@ class Veto:
         self._thread.start()
 
     def renew(self) -> None:
-        """Lock the file that is at the path now; do nothing if there is none, since no guest can
-        run then.
+        """Lock the file that is at the path now.
+
+        Do nothing if there is none, since no guest can run then.
         """
         try:
             inode = inode_of(os.stat(self._path, follow_symlinks=False))
@@ -215,8 +209,7 @@ class HostSeat:
         replaced: Callable[[], bool],
         now_ns: int,
     ) -> None:
-        """Publish a busy state and the first heartbeat; the state of an earlier host no longer
-        counts.
+        """Publish a busy state and the first heartbeat; an earlier host's state no longer counts.
 
         lock: the seat's. replaced: returns True if another file is at the page's path. now_ns: the
         time at which the seat was taken.
@@ -239,9 +232,7 @@ class HostSeat:
         self._host.write(state)
 
     def beat(self, now_ns: int | None = None) -> None:
-        """Publish that this process lives; if the page's file was replaced, veto the new file's
-        guests.
-        """
+        """Publish that this process lives; veto the file that replaced the page's, if one did."""
         beat_ns = time.monotonic_ns() if now_ns is None else now_ns
         self._seat.write(SeatState(*self._who, taken_ns=self.taken_ns, beat_ns=beat_ns))
         if self._replaced():

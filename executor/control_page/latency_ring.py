@@ -30,8 +30,9 @@ START: Final[Cursor] = (0,) * LANES
 
 
 class DrainedRecords(NamedTuple):
-    """Result of a drain: new records, the next cursor, and the number of overwritten or torn
-    records.
+    """Result of a drain: new records, the next cursor, and the number of lost records.
+
+    A record is lost if it was overwritten, or torn.
     """
 
     records: list[LatencyRecord]
@@ -98,8 +99,8 @@ class LatencyRing:
         return LatencyLane(self._bytes, self._words, self._lane_at(number), lock)
 
     def drain(self, cursor: Cursor = START) -> DrainedRecords:
-        """Return all records behind `cursor`, lane by lane, with the next cursor and the count of
-        lost ones.
+        """Return all records behind `cursor`, lane by lane, the next cursor, and the count of lost
+        ones.
 
         A count in the cursor beyond a lane's total belongs to an earlier page: that lane is read
         anew.

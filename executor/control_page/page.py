@@ -65,8 +65,8 @@ A thread of its own sends it, since an idle engine runs no other code.
 SETTLE_NS: Final = 1_000_000_000
 """Time after which other engines at the page's path have noticed a new file, and vetoed there."""
 CLOCK_TOLERANCE_NS: Final = 1_000_000
-"""Most that a time stamp may lie in the future: it may be newer than the reader's look at the
-clock.
+"""Most that a time stamp may lie in the future, as one written just after the reader's look
+does.
 """
 
 
@@ -238,10 +238,10 @@ class ControlPage:
         return HostView(state, seat, seated, vetoed, self.replaced)
 
     def take_host(self, now_ns: int | None = None) -> HostSeat:
-        """Take the seat of the page's host and return it; it is held until closed or the process
-        ends.
+        """Take the seat of the page's host and return it; close it to give it up.
 
-        Raises PageError if another process is the host, or the page at the path is another one.
+        The end of the process gives it up, too. Raises PageError if another process is the host, or
+        the page at the path is another one.
         """
         lock = self._lock(SEAT)
         if lock is None:

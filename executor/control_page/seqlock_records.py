@@ -71,8 +71,8 @@ class PageRecord:
     READERS: ClassVar[dict[int, Callable[[Any], object]]]
 
     def pack(self) -> bytes:
-        """Return the record's binary form, LAYOUT.size bytes; `record` puts each class's own method
-        here.
+        """Return the record's binary form, LAYOUT.size bytes; `record` sets each class's own
+        method.
         """
         raise NotImplementedError
 
@@ -94,11 +94,10 @@ class PageRecord:
 
     @classmethod
     def packer(cls, *names: str) -> Callable[..., bytes]:
-        """Return `pack` of the bare struct, which takes all field values and returns the binary
-        form.
+        """Return a function that takes all field values and returns a record's binary form.
 
-        It saves a writer at every step a record. Raises TypeError unless `names` are all of the
-        record's fields, in its order.
+        It saves a writer at every step the making of a record. Raises TypeError unless `names` are
+        all of the record's fields, in its order.
         """
         if names != cls.NAMES:
             raise TypeError(f"{cls.__name__} has the fields {', '.join(cls.NAMES)}")
@@ -191,8 +190,7 @@ class HostState(PageRecord):
 
 @record()
 class SeatState(PageRecord):
-    """Seat section of the page: the process that holds the host's seat since `taken_ns`, and its
-    last beat.
+    """Seat section of the page: the holder of the host's seat since `taken_ns`, and its last beat.
 
     `pid`, `started` (clock ticks since boot) and `pid_namespace` (inode) are hints for people and
     for a guard in the same namespace; the lock decides who holds the seat.
@@ -253,9 +251,7 @@ class GuestState(PageRecord):
 
 @record(text_bytes=REQUEST_ID_BYTES)
 class LatencyRecord(PageRecord):
-    """Latencies of one finished request of the host; `tpot_ns` is 0 with fewer than two output
-    tokens.
-    """
+    """Latencies of one finished request of the host; `tpot_ns` is 0 with fewer than two tokens."""
 
     finished_ns: int
     ttft_ns: int
@@ -287,8 +283,8 @@ class PageSection(Generic[R]):
 
     @property
     def sequence(self) -> int:
-        """Present sequence number, which every write changes; 0 if nothing was written, odd during
-        a write.
+        """Sequence number that every write changes; 0 if nothing was written, odd during a
+        write.
         """
         return self._words[self._word]
 
@@ -327,9 +323,7 @@ class PageSection(Generic[R]):
         )
 
     def peek(self) -> R | None:
-        """Return the last whole record; None if none was ever written or the section is
-        unreadable.
-        """
+        """Return the last whole record; None if none was written or the section is unreadable."""
         try:
             return self.read()
         except PageUnreadable:

@@ -41,9 +41,7 @@ _reservations: Final[dict[int, Reservation]] = {}
 
 
 class VirtualMapping:
-    """Range of GPU addresses, `pages` pages of `page_bytes` from `base` on, each with a handle
-    behind it.
-    """
+    """Range of GPU addresses: `pages` pages of `page_bytes` from `base` on, each with a handle."""
 
     def __init__(
         self, driver: Driver, page_bytes: int, pages: int, own: Sequence[Handle] = ()
@@ -96,9 +94,7 @@ class VirtualMapping:
         return before
 
     def back_zeroed(self, pages: Sequence[int], handles: Sequence[Handle]) -> list[Handle]:
-        """Map these handles at these pages as `back` does, zero them, and return the earlier
-        handles.
-        """
+        """Map these handles at these pages as `back` does, zero them; return the earlier ones."""
         before = self.back(pages, handles)
         try:
             self.zero(pages)
@@ -130,9 +126,7 @@ class VirtualMapping:
         return self.base + page * self.page_bytes
 
     def close(self) -> list[Handle]:
-        """Unmap all pages and free the addresses; return the handles other than the alias
-        page's.
-        """
+        """Unmap all pages and free the addresses; return all handles but the alias page's."""
         own = [handle for handle in self._backing if handle not in (self.alias, _NOTHING)]
         for page in range(self.pages):
             self._unmap(page)
@@ -202,9 +196,7 @@ class PageRefcounts:
         self._needed[self._needed == 0] = 1
 
     def take(self, granules: Collection[int]) -> list[int]:
-        """Count these granules out; return the pages that no mapped granule needs now,
-        ascending.
-        """
+        """Count these granules out; return the pages that no mapped granule needs, ascending."""
         touched = self._add(granules, -1)
         freed: list[int] = touched[self._needed[touched] == 0].tolist()
         return freed
@@ -388,10 +380,9 @@ class CudaPages(PageBackend):
 
 
 class Reservation:
-    """KV memory of an engine on a GPU: `size` bytes from `address` on, zeroed and readable at any
-    time.
+    """KV memory of an engine on a GPU: `size` bytes from `address` on, readable at any time.
 
-    mapping: from these addresses to pages. source: supplier of the pages.
+    mapping: from these addresses to pages. source: supplier of the pages. All is zeroed at first.
     """
 
     def __init__(
@@ -464,9 +455,7 @@ class DeviceBytes:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        """Description of the bytes for torch, in version 3: writable, without pending work on a
-        stream.
-        """
+        """Description of the bytes for torch (version 3): writable, no stream has work pending."""
         return {
             "shape": self.shape,
             "strides": self.strides,

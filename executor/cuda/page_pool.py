@@ -112,9 +112,7 @@ class PagePool(PageSource):
 
     @property
     def available(self) -> int:
-        """Number of pages kept, and of those that fit the device's free memory beyond the
-        headroom.
-        """
+        """Number of pages kept, plus those that fit the free memory beyond the headroom."""
         free = self._driver.free_bytes() - self._headroom_bytes
         return len(self._spare) + max(0, free // self._page_bytes)
 
@@ -164,11 +162,10 @@ class PagePool(PageSource):
 
 
 class PageClient(PageSource):
-    """Source of a guest: pages borrowed from a page server first, then its own. One thread calls
-    it.
+    """Source of a guest: pages borrowed from a page server first, then its own.
 
-    A borrowed page that is given goes back to its lender. When the lender ends, pages that are
-    mapped stay as they are, and no others come.
+    One thread calls it. A borrowed page that is given goes back to its lender. When the lender
+    ends, pages that are mapped stay as they are, and no others come.
     """
 
     def __init__(self, driver: Driver, page_bytes: int, path: Path, own: PagePool) -> None:

@@ -90,7 +90,7 @@ class LoanLedger:
         return sum(who == borrower for who in self._out.values())
 
     def put(self, numbers: Iterable[int]) -> None:
-        """Add pages to the stock."""
+        """Add pages, by number, to the stock."""
         self._stock += numbers
 
     def take(self, most: int) -> list[int]:
@@ -127,9 +127,7 @@ class LoanLedger:
             self._stranded[number] = self._out.pop(number)
 
     def ended(self, borrower: int) -> int:
-        """Put the pages of a borrower whose process has ended into the stock; return their
-        number.
-        """
+        """Put the pages of a borrower whose process ended into the stock; return their number."""
         self.left(borrower)
         back = [number for number, who in self._stranded.items() if who == borrower]
         for number in back:

@@ -44,9 +44,7 @@ logger = logging.getLogger("vllm.rose.start")
 
 
 class EngineLoad(NamedTuple):
-    """Load of the guest's scheduler at one moment: running and waiting requests, KV blocks in
-    use.
-    """
+    """Load of the guest's scheduler: running and waiting requests, and KV blocks in use."""
 
     running: int
     waiting: int
@@ -137,9 +135,7 @@ class GateClient:
         return verdict
 
     def idle(self, load: EngineLoad) -> None:
-        """Publish the load of a guest without requests; refusals before it no longer count as a
-        wait.
-        """
+        """Publish the load of a guest without requests, whose time no longer counts as yielded."""
         self._yielding_since_ns = None
         with self._lock:
             self._publish(self._clock_ns(), load)
@@ -241,9 +237,7 @@ class GrantLiveness:
 
 
 class Watchdog(threading.Thread):
-    """Thread that checks the grant and beats on the page every `tick_s`, and may end the
-    process.
-    """
+    """Thread that checks the grant and beats on the page, and ends the process if it must."""
 
     def __init__(
         self,

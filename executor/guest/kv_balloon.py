@@ -55,9 +55,7 @@ class GuestKv:
 
     @property
     def mapped(self) -> KvMapped:
-        """KV memory that the guest keeps: mapped granules, and pages that it holds without a
-        mapping.
-        """
+        """KV memory that the guest keeps: mapped granules, and pages held without a mapping."""
         pages, granules = self._pool.pages, self._pool.granules
         return KvMapped(
             pages.bytes_total - pages.bytes_returned,
@@ -117,9 +115,7 @@ class GuestKv:
         return granules_over(self._cap, self._pool.granules, len(self._pool.held))
 
     def _grow(self, count: int) -> None:
-        """Map up to `count` granules, as far as memory is available; retry after
-        GROWTH_RETRY_NS.
-        """
+        """Map up to `count` granules, as far as memory is available; wait if that is short."""
         pool, now_ns = self._pool, self._clock_ns()
         if now_ns < self._grow_after_ns and not pool.pages.kept:
             return

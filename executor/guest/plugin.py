@@ -60,8 +60,9 @@ def _read(variable: str, path: str) -> StepProfile:
 
 
 class GuestPlugin(ABC):
-    """Base of the guest plugins: gate and balloon of one engine's scheduler, in its thread
-    alone.
+    """Base of the guest plugins: gate and balloon of one engine's scheduler.
+
+    Only the scheduler's thread may call it.
     """
 
     log: ClassVar[logging.Logger]

@@ -109,8 +109,9 @@ class HostMemoryPool(LendablePool):
         self.pages.restore(granules)
 
     def _take_back_blocks(self, blocks: int) -> None:
-        """Take back granules of `blocks` blocks or more, for an allocation; `check` raises its
-        error.
+        """Take back granules of at least `blocks` blocks for an allocation.
+
+        An error is kept for `check`, since the engine's allocation must not see it.
         """
         try:
             self.take_back(-(-blocks // self.granules.granule_blocks))
@@ -176,9 +177,7 @@ class HostLender:
 
     @property
     def lent(self) -> KvLent:
-        """Present loan for the host section; granules that the host wants back count as missing
-        reserve.
-        """
+        """Present loan for the host section; granules wanted back count as missing reserve."""
         pool = self.pool
         missing = max(self._core.missing(pool.free), self._wanted)
         # Measured, so noise may make it negative.

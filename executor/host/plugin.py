@@ -40,8 +40,9 @@ def lending_limits(settings: EngineSettings) -> LendingLimits:
 
 
 class HostPlugin(ABC, Generic[Publisher]):
-    """Base of the host plugins: publisher and lender of one engine core; inert unless
-    ROSE_ROLE=host.
+    """Base of the host plugins: publishes one engine core's state and lends its KV memory.
+
+    Inert unless ROSE_ROLE=host.
     """
 
     log: ClassVar[logging.Logger]
@@ -126,9 +127,7 @@ class HostPlugin(ABC, Generic[Publisher]):
 
     @abstractmethod
     def _demand(self) -> tuple[int, int]:
-        """Return the number of unfinished requests, and the tokens that the longest waiting one
-        needs.
-        """
+        """Return the number of unfinished requests, and the tokens of the longest waiting one."""
 
     def _attach(self) -> None:
         settings = EngineSettings.from_environ(os.environ)
@@ -243,9 +242,7 @@ class LatencyWriter:
         return self._lane is not None
 
     def append(self, records: Callable[[], Iterable[LatencyRecord]]) -> None:
-        """Publish the records that `records()` returns; an error is logged and closes the
-        writer.
-        """
+        """Publish the records that `records()` returns; an error is logged and ends publishing."""
         if self._lane is None:
             return
         try:

@@ -80,8 +80,7 @@ class DeadlineTracker:
         self.queued_prefill_tokens += prompt_tokens
 
     def begun(self, new_ids: Iterable[str]) -> None:
-        """Record that a step was scheduled; `new_ids`: requests that are in a step for the first
-        time.
+        """Record that a step was scheduled; `new_ids`: requests in a step for the first time.
 
         Call it once for each `stepped`: steps end in the order in which they begin.
         """
@@ -116,7 +115,7 @@ class DeadlineTracker:
         self._done += 1
 
     def finished(self, request_ids: Iterable[str]) -> None:
-        """Remove ended requests."""
+        """Remove ended requests, whose deadlines no longer count."""
         for request_id in request_ids:
             if request_id in self._decoding:
                 self._decoding.discard(request_id)
@@ -157,9 +156,7 @@ class DeadlineTracker:
         return sum([id_ in scheduled for _, id_ in self._gone])
 
     def _search(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Record the decoding requests that a step left out; return its requests without a first
-        token.
-        """
+        """Record the decoding requests that a step left out; return its prefilling ones."""
         for request_id in self._decoding.difference(scheduled):
             self._left_out.setdefault(request_id, self._last_token_ns)
         return [id_ for id_ in scheduled if id_ in self._prefill_left]
@@ -270,7 +267,7 @@ class StatePublisher(ABC):
 
     @abstractmethod
     def _figures(self) -> tuple[int, int, int, int]:
-        """Return running and waiting requests, and used and all KV blocks."""
+        """Return four numbers: running and waiting requests, used KV blocks, all KV blocks."""
 
     def _publish(self, now_ns: int) -> None:
         running, waiting, kv_used, kv_total = self._figures()

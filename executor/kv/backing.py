@@ -87,8 +87,7 @@ class PageBackend(ABC):
         """Ask the borrowers of this process's pages for this many granules; 0 withdraws that."""
 
     def poll(self) -> bool:
-        """Exchange messages with the processes that share pages, and lend them some, without
-        waiting.
+        """Exchange messages with the processes that share pages, and lend them some; never wait.
 
         Returns True if there is more to lend to a connected borrower. Raises LoanError or
         DeviceError.
@@ -232,8 +231,7 @@ class HostPages(PageBackend):
         return self._held
 
     def release(self, granules: Collection[int]) -> None:
-        """Discard the pages inside the runs of released granules, and measure what the kernel gave
-        up.
+        """Discard the pages inside runs of released granules, and measure what was freed.
 
         Runs that did not change are left alone. Raises PageReleaseError.
         """
@@ -294,9 +292,7 @@ def runs(numbers: Iterable[int]) -> list[range]:
 
 
 def granule_blocks(extents: Sequence[Extent]) -> int:
-    """Return the blocks of the smallest granule whose runs of memory have GRANULE_RUN_BYTES or
-    more.
-    """
+    """Return the blocks of the smallest granule whose runs of memory have GRANULE_RUN_BYTES."""
     shortest = min((run.size for run in of_two_blocks(extents)), default=2)
     return max(1, -(-GRANULE_RUN_BYTES * 2 // shortest))
 
@@ -353,9 +349,7 @@ class HeldGranules(ABC):
         return len(taken)
 
     def unmap(self, steps_done: int) -> None:
-        """Give back the pages of held granules that no step after the first `steps_done` can
-        touch.
-        """
+        """Give back the pages of held granules that no step after `steps_done` can touch."""
         due = [granule for granule, fence in self._touchable.items() if fence <= steps_done]
         if due:
             self.pages.release(due)

@@ -103,9 +103,7 @@ class LendingCore:
         return self._needed_ns is None or now_ns - self._needed_ns >= self._limits.calm_ns
 
     def missing(self, free: KvFree) -> int:
-        """Return by how many granules free and cached blocks fall short of the reserve; 0 for
-        none.
-        """
+        """Return how many granules free and cached blocks fall short of the reserve; 0 for none."""
         a_granule = self._granules.granule_blocks
         return max(0, self.reserve - (free.plain + free.cached) // a_granule)
 
@@ -140,9 +138,7 @@ def guest_granules(
 
 
 def owed_bytes(base_bytes: int, host: HostState | None, guest: GuestState | None) -> int:
-    """Return the KV bytes that a guest keeps beyond `base_bytes` and the present loan; 0 for
-    none.
-    """
+    """Return the KV bytes that a guest keeps beyond `base_bytes` and the loan; 0 for none."""
     if guest is None:
         return 0
     allowed = guest_granules(base_bytes, host, guest)
@@ -235,9 +231,7 @@ class PressureCore:
         return self._cap
 
     def _watch(self, now_ns: int, used: float) -> bool:
-        """Update forecast and pressure with the present usage; return True if pressure begins
-        now.
-        """
+        """Update forecast and pressure with the present usage; return True if pressure begins."""
         if self._last_ns is not None and now_ns > self._last_ns:
             # Share times seconds, so that the forecast's load a second is the share.
             self._forecast.add(now_ns / _NS, used * (now_ns - self._last_ns) / _NS)

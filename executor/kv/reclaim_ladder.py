@@ -147,9 +147,7 @@ class LadderLimits:
 
 
 class ReclaimCore:
-    """State machine of one reclaim; clock, measured sizes and the engine's answers are passed
-    in.
-    """
+    """State machine of one reclaim; clock, measured sizes and answers are passed in."""
 
     def __init__(
         self,

@@ -84,7 +84,10 @@ def install(hooks: Mapping[str, Hook]) -> None:
 
 
 def give_up(error: Exception) -> NoReturn:
-    """End the process with one line: SGLang would log an exception and serve on without ROSE."""
+    """Write the error as one line to standard error and exit with status 1.
+
+    SGLang would log an exception and serve on without ROSE.
+    """
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
     raise SystemExit(1) from error
 
@@ -155,9 +158,7 @@ def client_request_id(engine_request_id: str) -> str:
 
 
 def own_devices(ranks: int) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs of an engine with `ranks` ranks; empty on a CPU or if
-    unknown.
-    """
+    """Return the UUIDs of the GPUs of an engine's `ranks` ranks; empty on a CPU or if unknown."""
     import torch
 
     if not torch.cuda.is_available():

@@ -19,9 +19,7 @@ _CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
 
 
 class RequestSurface(Protocol):
-    """Type of vllm.v1.request.Request; `arrival_time` is wall-clock seconds, tokens are those so
-    far.
-    """
+    """Type of vllm.v1.request.Request; `arrival_time` is wall-clock seconds, tokens so far."""
 
     request_id: str
     arrival_time: float
@@ -208,9 +206,7 @@ def client_request_id(engine_request_id: str) -> str:
 
 
 def own_devices(ranks: int) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs of an engine with `ranks` ranks; empty on a CPU or if
-    unknown.
-    """
+    """Return the UUIDs of the GPUs of an engine's `ranks` ranks; empty on a CPU or if unknown."""
     from vllm.platforms import current_platform  # a guest has no use for it
 
     if not current_platform.is_cuda():

@@ -271,8 +271,9 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
 
 
 def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
-    """Return a granule's number of blocks: its runs are whole pages, or GRANULE_RUN_PAGES at
-    least.
+    """Return a granule's number of blocks on a GPU.
+
+    Its runs of memory are whole pages, or GRANULE_RUN_PAGES at least.
     """
     runs = of_two_blocks(extents)
     shortest = min(run.size for run in runs)

@@ -71,9 +71,7 @@ class GranuleQueue(Generic[Block]):
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Block]:
-        """Remove and return the `n` blocks to use next; the caller checks that there are so
-        many.
-        """
+        """Remove and return the `n` blocks to use next; there must be so many."""
         assert self.num_free_blocks >= n
         popped: list[Block] = []
         while len(popped) < n:
@@ -139,18 +137,14 @@ class GranuleQueue(Generic[Block]):
         return blocks
 
     def cold_granules(self, before_ns: int, most: int) -> list[int]:
-        """Return up to `most` wholly free granules into which no prefix was freed since
-        `before_ns`.
-        """
+        """Return up to `most` wholly free granules without a freed prefix since `before_ns`."""
         cold = takewhile(lambda entry: entry[1] < before_ns, self._recency.items())
         seen = islice(cold, MOST_COLD if most else 0)
         size = self._granules.granule_blocks
         return list(islice((g for g, _ in seen if self.free_in(g) == size), most))
 
     def make_plain(self, granule: int) -> list[Block]:
-        """Count a granule's cached blocks as plain and return them; the caller drops their
-        content.
-        """
+        """Count a granule's cached blocks as plain; return them, for the caller to evict."""
         plain, cached = self._plain[granule], self._cached[granule]
         blocks = list(cached.values())
         plain.update(cached)

@@ -46,9 +46,7 @@ class ReservedZeros(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        """Return `reserve()` for the KV cache's allocation, and torch's own result for any other
-        call.
-        """
+        """Return `reserve()` for the KV cache's allocation, else torch's own result."""
         kwargs = kwargs or {}
         if func is torch.zeros and self._is_the_cache(args, kwargs):
             self.handed_out += 1
@@ -110,9 +108,7 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
     vllm_config: Any
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
-        """Return the stock worker's layouts, those with small granules first; vLLM 0.32 calls
-        this.
-        """
+        """Return the stock worker's layouts, those with small granules first (vLLM 0.32)."""
         layouts: list[str] = super().get_supported_kv_cache_layouts()
         try:
             return block_outermost_first(layouts)

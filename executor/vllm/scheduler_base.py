@@ -12,9 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 
 class ConfiguredScheduler(AsyncScheduler):  # type: ignore[misc] # vLLM's types are not ours to check
-    """Scheduler of vLLM that is asynchronous exactly if the configuration has
-    `async_scheduling`.
-    """
+    """Scheduler of vLLM, asynchronous exactly if the configuration has `async_scheduling`."""
 
     def _update_after_schedule(self, *args: object, **kwargs: object) -> None:
         self._configured()._update_after_schedule(self, *args, **kwargs)

@@ -36,8 +36,9 @@ _NO_FIELDS: Mapping[str, object] = {}
 
 
 class JsonlLog:
-    """Log file of JSON objects, one a line, rotated (`rose.logs.rotating_jsonl`); any thread may
-    write.
+    """Rotated log file of JSON objects, one a line; any thread may write.
+
+    See `rose.logs.rotating_jsonl`.
     """
 
     def __init__(
@@ -100,9 +101,7 @@ Listener = Callable[[str, Mapping[str, object]], None]
 
 
 class EventLog:
-    """Event log of one process: leases, revocations, restarts, faults, stamped in monotonic
-    seconds.
-    """
+    """Event log of one process: leases, revocations, restarts, faults, by monotonic seconds."""
 
     def __init__(
         self,
@@ -117,9 +116,7 @@ class EventLog:
         self._listener: Listener | None = None
 
     def listen(self, listener: Listener) -> None:
-        """Set the one listener, called with the name and fields of every event by the writing
-        thread.
-        """
+        """Set the one listener, called with each event's name and fields by the writing thread."""
         self._listener = listener
 
     def write(self, event: str, **fields: object) -> None:
@@ -142,8 +139,9 @@ class Logs:
     """All logs of one process in one folder, each under the same limits, written by one thread."""
 
     def __init__(self, folder: Path, limits: LogLimits = BOUNDED) -> None:
-        """Make the folder and start the thread. Raises ConfigError for a folder that this user
-        cannot have.
+        """Make the folder and start the thread.
+
+        Raises ConfigError for a folder that this user cannot have.
         """
         self._folder = folder
         self._limits = limits
@@ -175,9 +173,7 @@ class Logs:
         return [*lines, f"a write to {self._folder} hangs for {hung_s:.0f} s"] if hung_s else lines
 
     def flush(self, patience_s: float = FLUSH_S) -> bool:
-        """Wait until all earlier records are written; return False if that takes longer than
-        `patience_s`.
-        """
+        """Wait until all earlier records are written; return False after `patience_s`."""
         return self._thread.flush(patience_s)
 
     def close(self) -> None:

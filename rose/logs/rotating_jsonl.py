@@ -85,8 +85,7 @@ class LogThread:
 
 
 class AsideHandler(logging.Handler):
-    """Log handler that passes records to another one in a thread, so that a full pipe stops no
-    caller.
+    """Log handler that passes records to another one in a thread: a full pipe stops no caller.
 
     Records beyond WAITING pending ones are dropped.
     """
@@ -189,9 +188,7 @@ class BoundedFile:
         return f"{self._path.name}: {self._trouble}" if self._trouble else ""
 
     def begin(self) -> None:
-        """Create the file, so that a log without records exists: a missing file is a missing
-        log.
-        """
+        """Create the file, so that a log without records is an empty file, not a missing one."""
         with self._writing:
             try:
                 self._ready(self._clock(), 0)
@@ -245,7 +242,7 @@ class BoundedFile:
             self._open()
 
     def _in_place(self, descriptor: int) -> bool:
-        """Return True if the open file still has this name; records in a removed file are lost."""
+        """Return True if the path still names the open file; in a removed one records are lost."""
         try:
             there = os.stat(self._path)
         except FileNotFoundError:
@@ -369,9 +366,7 @@ def _rotated(path: Path) -> list[tuple[int, Path]]:
 
 
 def rotate_parts(path: Path, files: int) -> None:
-    """Rename every part of a log to the next older one; remove those beyond `files`. Raises
-    OSError.
-    """
+    """Rename every part of a log to the next older one; keep `files`. Raises OSError."""
     for age, part in sorted(_rotated(path), reverse=True):
         if age >= files - 1:
             part.unlink(missing_ok=True)
@@ -381,9 +376,7 @@ def rotate_parts(path: Path, files: int) -> None:
 
 
 def _without_torn_line(descriptor: int) -> tuple[int, bool]:
-    """Cut off an unfinished last line; return the file's size, and True if that line is still
-    there.
-    """
+    """Cut off an unfinished last line; return the file's size, and True if that failed."""
     size = os.fstat(descriptor).st_size
     if not size or os.pread(descriptor, 1, size - 1) == b"\n":
         return size, False

@@ -30,8 +30,9 @@ PAUSE_S = 0.0002
 
 
 class FairSelector(selectors.DefaultSelector):
-    """Selector that sleeps PAUSE_S once it has not waited for MOST_WITHOUT_WAIT_S, to let threads
-    run.
+    """Selector that sleeps PAUSE_S if it did not wait for MOST_WITHOUT_WAIT_S.
+
+    Other threads get the interpreter's lock then.
     """
 
     def __init__(self) -> None:

@@ -175,9 +175,7 @@ class HttpPool(Generic[K, C]):
         self._idle: dict[K, list[C]] = defaultdict(list)
 
     def take(self, server: K) -> C | None:
-        """Return the open idle connection that was used last, removed from the pool; None without
-        one.
-        """
+        """Remove and return the open idle connection that was used last; None without one."""
         idle = self._idle[server]
         while idle:
             connection = idle.pop()

@@ -93,9 +93,7 @@ class LimitLog:
 
 
 def connections_allowed() -> int:
-    """Return the most connections that leave each a second descriptor, for a replica's
-    connection.
-    """
+    """Return the most connections that leave each a second descriptor, for a replica."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
@@ -113,9 +111,7 @@ def raise_descriptor_limit() -> None:
 
 
 class Bounded(Protocol):
-    """Interface of a connection: `abort` closes at once, `hang_up` after its written data is
-    sent.
-    """
+    """Interface of a connection: `abort` closes it at once, `hang_up` after its pending data."""
 
     def hang_up(self) -> None: ...
     def abort(self) -> None: ...
@@ -197,9 +193,7 @@ class Connections:
         self._idle.pop(connection, None)
 
     def sweep(self) -> None:
-        """Close the connections whose head, or next request, is late; report limits that are
-        over.
-        """
+        """Close the connections whose head or next request is late; report limits now over."""
         now_s = self._clock()
         for waiting, limit_s, name in (
             (self._heads, self.head_timeout_s, "head_timeout_s"),
@@ -297,9 +291,7 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Return the error answer to bytes that are not HTTP, and close; other errors are
-        aiohttp's.
-        """
+        """Return the error answer to bytes that are not HTTP; other errors are aiohttp's."""
         if status >= 500:
             return super().handle_error(request, status, exc, message)
         first = " ".join((message or "malformed").split())[:200]
@@ -323,7 +315,7 @@ class _ClosedAtOnceError(BlockingIOError):
 
 
 class BoundedSocket(socket.socket):
-    """A listening socket that closes what it accepts beyond `capacity`, TLS handshakes included.
+    """Listening socket that closes what it accepts beyond `capacity`, TLS handshakes included.
 
     asyncio writes a traceback for each connection that it cannot accept for lack of descriptors;
     one descriptor is kept for that case, with which the connection is taken and closed.
@@ -503,9 +495,7 @@ class Listener:
             )
 
     def _end_handshakes(self) -> bool:
-        """Cancel the oldest handshakes, those older than HEAD_GRACE_S; return True if there were
-        any.
-        """
+        """Cancel the oldest handshakes, older than HEAD_GRACE_S; return True if there were any."""
         before_s = asyncio.get_running_loop().time() - HEAD_GRACE_S
         oldest = itertools.islice(self._handshakes.items(), ACCEPTS)
         late = [task for task, since_s in oldest if since_s <= before_s]
@@ -618,8 +608,9 @@ class HttpPort:
         return server
 
     async def start(self) -> None:
-        """Bind the port and serve; set `port` to the bound number. Raises OSError if it cannot be
-        bound.
+        """Bind the port and serve; set `port` to the bound number.
+
+        Raises OSError if it cannot be bound.
         """
         raise_descriptor_limit()
         await self._runner.setup()

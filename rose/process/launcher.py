@@ -63,8 +63,9 @@ def die_with(parent: int, death: signal.Signals) -> None:
 
 
 def fork_keeper(leader: int, options: Mapping[str, str]) -> None:
-    """Start the keeper process, which kills this group once its leader, this process, may not
-    run.
+    """Start the keeper process, which kills this group once its leader may not run.
+
+    The leader is this process.
     """
     # Block signals before the fork, so that none finds the keeper unprepared.
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)

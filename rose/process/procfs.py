@@ -79,7 +79,10 @@ def boot_id() -> str:
 
 
 def in_first_pid_namespace() -> bool:
-    """Return True if process numbers here are the kernel's and the drivers'."""
+    """Return True in the first PID namespace, where process numbers are the kernel's.
+
+    False if unknown.
+    """
     try:
         return str(Path("/proc/self/ns/pid").readlink()) == _FIRST_PID_NAMESPACE
     except OSError:

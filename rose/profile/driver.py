@@ -44,9 +44,7 @@ TTL_NS = 500_000_000
 
 
 class OpenGrant(threading.Thread):
-    """Thread that keeps a grant alive on a control page of its own, as an idle host's node
-    would.
-    """
+    """Thread that keeps a grant alive on a control page of its own, with an idle host."""
 
     def __init__(self, page: ControlPage, token_budget: int, max_sequences: int) -> None:
         super().__init__(name="rose-open-grant", daemon=True)
@@ -151,9 +149,7 @@ _UNCACHED: Final = {
 
 
 def _paths(args: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """Return the environment variables by which another interpreter finds ROSE; {} if not
-    needed.
-    """
+    """Return the environment variables with which another interpreter finds ROSE, or {}."""
     if args.engine is EngineKind.VLLM or args.engine_python is None:
         return {}
     return {"PYTHONPATH": module_path(folder / "metadata")}
@@ -183,9 +179,7 @@ class UnfinishedTurnError(Exception):
 
 
 class ProfileDriver:
-    """Driver of one engine under measurement; its methods raise EngineStartError if it fails or
-    ends.
-    """
+    """Driver of one engine under measurement; raises EngineStartError if the engine fails."""
 
     def __init__(
         self,

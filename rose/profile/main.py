@@ -49,8 +49,9 @@ class MeasuredSteps:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Profile an engine, print the report and save the fit; return the exit status. Raises
-    RoseError.
+    """Profile an engine, print the report and save the fit; return the exit status.
+
+    Raises RoseError.
     """
     args = _checked(parser().parse_args(argv))
     out: Path = args.out

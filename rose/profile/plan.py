@@ -22,8 +22,7 @@ BUDGET_SHARES = (0.125, 0.5, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Batch of turns to run: `sequences` turns of `prompt_tokens`, in steps of `token_budget`
-    tokens.
+    """Batch of `sequences` turns of `prompt_tokens` each, in steps of `token_budget` tokens.
 
     The turns start together and generate DECODE_STEPS tokens each.
     """
@@ -40,9 +39,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """Limits of the engine: sequences at once, tokens of one sequence, of a step, of its KV
-    cache.
-    """
+    """Limits of the engine: sequences at once, tokens of a sequence, of a step, of its KV."""
 
     max_num_seqs: int
     max_model_len: int

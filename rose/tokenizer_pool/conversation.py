@@ -204,7 +204,7 @@ def _parameters_with_content(
 
 
 def _bare(node: ast.Node | None) -> ast.Node | None:
-    """Return the expression inside filters, tests and slices."""
+    """Return the template expression inside filters, tests and slices."""
     while isinstance(node, ast.Filter | ast.Test) or (
         isinstance(node, ast.Getitem) and isinstance(node.arg, ast.Slice)
     ):

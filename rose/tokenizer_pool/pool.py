@@ -95,9 +95,7 @@ class TextPool:
                 self._spawn(self._begin(0.0))
 
     async def run(self, job: Job) -> Done:
-        """Run a job on the next free worker and return its answer. Raises TextRefused or
-        TextBusy.
-        """
+        """Run a job on a free worker and return its answer. Raises TextRefused or TextBusy."""
         self.start()
         async with contextlib.AsyncExitStack() as held:
             worker = await self._take(held, large=_size(job) > LARGE_BYTES)
@@ -123,8 +121,7 @@ class TextPool:
         return task
 
     async def _take(self, held: contextlib.AsyncExitStack, *, large: bool) -> _Worker:
-        """Wait for a free worker and return it. Raises TextBusy, or TextRefused if none can be set
-        up.
+        """Wait for a free worker and return it. Raises TextBusy, or TextRefused if unusable.
 
         A large job also takes a place among large ones, which `held` gives back.
         """
@@ -150,8 +147,7 @@ class TextPool:
         return worker
 
     async def _begin(self, after_s: float) -> None:
-        """Start a worker and add it to the idle ones, retrying each RESTART_PAUSE_S until one
-        starts.
+        """Start a worker and add it to the idle ones, with retries until one starts.
 
         A worker that refuses its setup ends that: the pool is unusable then, and refuses every job.
         """
@@ -201,9 +197,7 @@ class TextPool:
         return TextRefused(f"tokenizing this text {why}: send a shorter one")
 
     async def _free(self, worker: _Worker, answer: Done | Refused | None) -> None:
-        """Make the worker idle again; after a late job or its last answer end it and start
-        another.
-        """
+        """Make the worker idle again; without an answer, or after a last one, replace it."""
         if answer is not None and not (isinstance(answer, Refused) and answer.last):
             self._idle.put_nowait(worker)
             return
@@ -230,8 +224,9 @@ async def _start(module: str) -> _Worker:
 
 
 async def _ask(worker: _Worker, data: bytes) -> Done | Refused:
-    """Send a frame and return the decoded answer. Raises OSError or EOFError if the worker is
-    gone.
+    """Send a frame and return the decoded answer.
+
+    Raises OSError or EOFError if the worker is gone.
     """
     worker.writer.write(data)
     await worker.writer.drain()

@@ -31,8 +31,9 @@ _MESSAGES = [{"role": "user", "content": "-"}]
 
 
 class ToolService(WorkerService):
-    """Service that finds tool calls with one parser; ValueError or ImportError for an unknown
-    one.
+    """Service that finds tool calls in outputs with one parser.
+
+    Raises ValueError or ImportError for an unknown one.
     """
 
     too_large = "the output needs more memory than one may have"

@@ -309,9 +309,7 @@ def reason_of(error: Exception) -> str:
 
 
 class _Compiled(NamedTuple):
-    """Compiled chat template, with its features: content as parts, messages of the developer
-    role.
-    """
+    """Compiled chat template, and if it takes content as parts and the developer role."""
 
     template: jinja2.Template
     parts: bool

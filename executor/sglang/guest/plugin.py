@@ -105,9 +105,7 @@ class GuestScheduler(GuestPlugin):
         return self.tokens > 0
 
     def get_new_batch_prefill(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Plan a prefill of no more tokens than granted, and return what SGLang's function
-        returns.
-        """
+        """Plan a prefill of no more tokens than granted; return SGLang's result."""
         room = self.tokens // self._page_tokens * self._page_tokens
         if not room:
             return None, named.get("running_batch", a[-1] if a else None)
@@ -127,9 +125,7 @@ class GuestScheduler(GuestPlugin):
         *a: Any,  # noqa: ANN401
         **named: Any,  # noqa: ANN401
     ) -> int:
-        """Return SGLang's number of requests that may be added, limited to the granted
-        sequences.
-        """
+        """Return how many requests SGLang may add, within the granted sequences."""
         found = int(original(scheduler, running_bs, *a, **named))
         return min(found, self.sequences - running_bs)
 
@@ -155,9 +151,7 @@ class GuestScheduler(GuestPlugin):
         return done
 
     def maybe_sleep(self, original: Hook, sleeper: Any) -> None:  # noqa: ANN401 -- SGLang's
-        """Wait for a message to an idle engine, about a second at most; less if KV memory is
-        wanted.
-        """
+        """Wait for a message to an idle engine, a second at most; less if memory is wanted."""
         del original
         for _ in range(IDLE_ROUNDS):
             if sleeper.poller.poll(IDLE_POLL_MS) or self.memory_wanted():
@@ -279,7 +273,10 @@ class GuestScheduler(GuestPlugin):
         return int(self._allocator.available_size() - before) // self._page_tokens
 
     def _load(self, batch: Any = None) -> EngineLoad:  # noqa: ANN401 -- SGLang's ScheduleBatch
-        """Return requests and blocks now; `batch`: one that is not among the running ones yet."""
+        """Return running and waiting requests and used KV blocks now.
+
+        batch: one that is not among the running requests yet.
+        """
         scheduler, tree = self._scheduler, self._scheduler.tree_cache
         ids = {request.rid for request in self._batch.reqs}
         if batch is not None:
@@ -343,9 +340,7 @@ class GuestHooks:
         return named
 
     def _attached(self, hook: Callable[..., Any]) -> Hook:
-        """Return a hook that calls the guest's method; before there is a guest, SGLang's function
-        alone.
-        """
+        """Return a hook that calls the guest's method; without a guest, SGLang's function."""
 
         def around(original: Hook, *a: Any, **named: Any) -> Any:  # noqa: ANN401 -- SGLang's
             if self._guest is None:
@@ -355,9 +350,7 @@ class GuestHooks:
         return around
 
     def run_event_loop(self, original: Hook, scheduler: Any) -> Any:  # noqa: ANN401 -- SGLang's
-        """Attach the guest to a complete scheduler, then run SGLang's loop. Raises
-        ExecutorError.
-        """
+        """Attach the guest to its scheduler, then run SGLang's loop. Raises ExecutorError."""
         check_features(scheduler.server_args, {**NEEDED, **GUEST_NEEDED})
         self._guest = GuestScheduler(scheduler, self._settings)
         if self._start is not None:
@@ -365,9 +358,7 @@ class GuestHooks:
         return original(scheduler)
 
     def should_defer_prefill(self, original: Hook, scheduler: Any, running_batch: Any) -> bool:  # noqa: ANN401
-        """Ask the gate; return True, which defers prefill, if no step may begin, else SGLang's
-        answer.
-        """
+        """Return True, which defers prefill, if the gate permits no step; else SGLang's answer."""
         if self._guest is None or not self._guest.begin(running_batch):
             return True
         return bool(original(scheduler, running_batch))

@@ -38,7 +38,7 @@ class WarmTokens:
         self._sum = 0
 
     def add(self, now_ns: int, tokens: int) -> None:
-        """Add an ended request's tokens."""
+        """Add the tokens of a request that ended at `now_ns`."""
         self._ended.append((now_ns, tokens))
         self._sum += tokens
 
@@ -99,8 +99,9 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         return found[:count]
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that are wholly free; return their number. No prefix is
-        dropped.
+        """Hold those of the granules that are wholly free; return their number.
+
+        No prefix is dropped for it.
         """
         return HeldGranules.take(self, granules, fence)
 
@@ -116,8 +117,7 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         return True
 
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
-        """Drop cached prefixes of up to `most` granules' size that had no hit in the last
-        `cold_ns`.
+        """Drop cached prefixes of up to `most` granules' size without a hit in `cold_ns`.
 
         Returns the number of granules; call it in every step, since it also tells the time.
         """

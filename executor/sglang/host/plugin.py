@@ -71,7 +71,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
         self._began_ns = self._look_ns = 0
 
     def arrived(self, request: Any, *, again: bool) -> None:  # noqa: ANN401 -- SGLang's Req
-        """Record a request that came to the queue, or came back (`again`), and take memory back for
+        """Record a request that came to the queue or came back (`again`); take memory back for
         it.
         """
         if self._observer is not None:
@@ -184,9 +184,7 @@ class HostHooks:
 
     @property
     def host(self) -> SglangHost | None:
-        """Host of this process; None before there is a scheduler and on ranks that do not
-        publish.
-        """
+        """Host of this process; None before its scheduler and on ranks that do not publish."""
         return self._host
 
     @property
@@ -273,15 +271,11 @@ class HostHooks:
                 self._host.leave()
 
     def allocate(self, original: Hook, allocator: Any, need_size: int) -> Any:  # noqa: ANN401
-        """Return newly allocated slots, taking lent granules back if need be; None if still too
-        few.
-        """
+        """Return newly allocated slots, or None; lent granules are taken back if need be."""
         return self._allocated(allocator, need_size, lambda: original(allocator, need_size))
 
     def allocate_extend(self, original: Hook, allocator: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Return slots for a prefill, taking lent granules back if need be; None if still too
-        few.
-        """
+        """Return slots for a prefill, or None; lent granules are taken back if need be."""
         tokens = int(named["extend_num_tokens"] if "extend_num_tokens" in named else a[5])
         sequences = len(named["seq_lens"] if "seq_lens" in named else a[2])
         # Each sequence may begin a page of which it needs a part.
@@ -289,9 +283,7 @@ class HostHooks:
         return self._allocated(allocator, tokens, lambda: original(allocator, *a, **named))
 
     def allocate_decode(self, original: Hook, allocator: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
-        """Return slots for a decode, taking lent granules back if need be; None if still too
-        few.
-        """
+        """Return slots for a decode, or None; lent granules are taken back if need be."""
         sequences = len(named["seq_lens"] if "seq_lens" in named else a[0])
         tokens = sequences * int(allocator.page_size)
         return self._allocated(allocator, tokens, lambda: original(allocator, *a, **named))
@@ -382,7 +374,10 @@ def latency_record(
 
 
 class LatencyHook:
-    """Hook around TokenizerManager._handle_batch_output; each API process has one."""
+    """Hook around TokenizerManager._handle_batch_output that publishes request latencies.
+
+    Each API process has one.
+    """
 
     def __init__(self) -> None:
         self._writer: LatencyWriter | None = None
@@ -393,9 +388,7 @@ class LatencyHook:
         manager: Any,  # noqa: ANN401 -- SGLang's
         received: Any,  # noqa: ANN401 -- a batch of outputs
     ) -> Any:  # noqa: ANN401
-        """Handle a batch of outputs as SGLang does, then publish latencies of the finished
-        requests.
-        """
+        """Handle a batch of outputs as SGLang does, publish its finished requests' latencies."""
         ended = _ending(manager, received)
         found = await original(manager, received)
         if ended:

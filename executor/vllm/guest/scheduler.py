@@ -42,9 +42,7 @@ class AbortQueue:
         self._ended.extend(requests)
 
     def tell(self, outputs: dict[int, Any]) -> None:
-        """Add a last output of each queued request to the outputs by client, and empty the
-        queue.
-        """
+        """Move the queued requests' last outputs into `outputs`, which are by client index."""
         for client, request_id in self._ended:
             last = EngineCoreOutput(request_id, [], finish_reason=FinishReason.ABORT)
             outputs.setdefault(client, EngineCoreOutputs()).outputs.append(last)
@@ -93,9 +91,7 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
     def update_from_output(
         self, scheduler_output: StepSurface, model_runner_output: SampledSurface
     ) -> dict[int, Any]:
-        """Process a step's output as vLLM does, publish the step, and return the outputs by
-        client.
-        """
+        """Process a step's output as vLLM does, publish it, and return the outputs by client."""
         result: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         if self.gated:
             if scheduler_output.total_num_scheduled_tokens:

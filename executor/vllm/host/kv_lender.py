@@ -86,9 +86,7 @@ class LendingQueue(GranuleQueue[Block]):
         self._short_of = short_of
 
     def popleft_n(self, n: int) -> list[Block]:
-        """Remove and return the `n` blocks to use next; take lent ones back if plain ones are too
-        few.
-        """
+        """Remove and return the `n` blocks to use next, taking lent ones back if need be."""
         if self.lent_blocks and n > self.num_plain_blocks:
             self._short_of(n - self.num_plain_blocks)
         return super().popleft_n(n)
@@ -145,8 +143,7 @@ class CudaLendingPool(LendingPool):
         return len(self._pool.blocks) - self._pool.num_gpu_blocks
 
     def take_back(self, count: int) -> int:
-        """Take back up to `count` granules, as far as there are pages for them; return their
-        number.
+        """Take back up to `count` granules that have pages now; return their number.
 
         First those whose pages never went; of the others no more than MOST_BYTES_A_CALL. Raises
         DeviceError, and changed nothing then beyond the first kind.
@@ -214,9 +211,7 @@ class SkipPolicy:
         return running * each + self._step_tokens // self._block_tokens
 
     def _needs(self, request: RequestSurface) -> tuple[int, int]:
-        """Return the new blocks that a request needs for the next step, and for all present
-        tokens.
-        """
+        """Return the new blocks that a request needs for its next step, and for all its tokens."""
         computed = request.num_computed_tokens
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - computed
         has = -(-computed // self._block_tokens)

@@ -16,9 +16,7 @@ logger = logging.getLogger("vllm.rose.latency")
 
 
 def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord:
-    """Return the latency record of a request's vLLM statistics; TTFT is end-to-end less
-    decoding.
-    """
+    """Return the latency record of a request's statistics; TTFT is end-to-end less decoding."""
     e2e_ns = round(finished.e2e_latency * 1e9)
     return LatencyRecord(
         request_id=client_request_id(finished.request_id or ""),
@@ -44,8 +42,9 @@ def warn_of_scheduler(chosen: object) -> None:
 
 
 class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types are not ours to check
-    """Stat logger of vLLM that publishes a record of each finished request; inert unless
-    ROSE_ROLE=host.
+    """Stat logger of vLLM that publishes the latencies of each finished request.
+
+    Inert unless ROSE_ROLE=host.
     """
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ANN401 -- vLLM's

@@ -34,9 +34,7 @@ class HostStatePublisher(StatePublisher):
             self.publish()
 
     def stepped(self, output: StepSurface) -> None:
-        """Record that update_from_output() is done with `output`; publish if no step is in
-        flight.
-        """
+        """Record that `output` was processed; publish if no other step is in flight."""
         now_ns = self._clock_ns()
         if output.total_num_scheduled_tokens:
             requests = self._scheduler.requests
