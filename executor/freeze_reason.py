@@ -9,9 +9,7 @@ from typing import Final, Self
 
 
 class FreezeReason(StrEnum):
-    """Reason why a guest runs, slows down or is frozen: a word, and a `sentence` that explains
-    it.
-    """
+    """Reason why a guest runs, slows down or is frozen: a word with a `sentence` to explain it."""
 
     sentence: str
 

@@ -169,7 +169,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class VoidLeases:
-    """Action of the grant controller: end all leases so far, which nobody renewed in a pause."""
+    """Action of the grant controller: end all leases so far, which were not renewed in a pause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,7 @@ Action = Write | VoidLeases | Boost | Reclaim
 
 @dataclass(frozen=True, slots=True)
 class GuardStatus:
-    """State of the grant controller after a step: mode and epoch of its grant, and the guest's
-    debt.
+    """State of the grant controller after a step: its grant's mode and epoch, the guest's debt.
 
     `owed_bytes`: KV memory that the guest has to return. `boosted`: the guest has a core of its
     host's. `squeezed`: the host needs its KV memory. `void_epoch`: leases up to this epoch are

@@ -99,11 +99,10 @@ class LatencyRing:
         return LatencyLane(self._bytes, self._words, self._lane_at(number), lock)
 
     def drain(self, cursor: Cursor = START) -> DrainedRecords:
-        """Return all records behind `cursor`, lane by lane, the next cursor, and the count of lost
-        ones.
+        """Return all records behind `cursor`, lane by lane, with the next cursor.
 
-        A count in the cursor beyond a lane's total belongs to an earlier page: that lane is read
-        anew.
+        Lost records are counted. A count in the cursor beyond a lane's total belongs to an earlier
+        page: that lane is read anew.
         """
         records: list[LatencyRecord] = []
         behind, lost = [], 0

@@ -65,9 +65,7 @@ A thread of its own sends it, since an idle engine runs no other code.
 SETTLE_NS: Final = 1_000_000_000
 """Time after which other engines at the page's path have noticed a new file, and vetoed there."""
 CLOCK_TOLERANCE_NS: Final = 1_000_000
-"""Most that a time stamp may lie in the future, as one written just after the reader's look
-does.
-"""
+"""Most that a time stamp may lie in the future: it may be written after the reader's look."""
 
 
 @dataclass(frozen=True, slots=True)

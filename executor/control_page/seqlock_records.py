@@ -71,9 +71,7 @@ class PageRecord:
     READERS: ClassVar[dict[int, Callable[[Any], object]]]
 
     def pack(self) -> bytes:
-        """Return the record's binary form, LAYOUT.size bytes; `record` sets each class's own
-        method.
-        """
+        """Return the record's binary form, LAYOUT.size bytes; `record` replaces this method."""
         raise NotImplementedError
 
     @classmethod
@@ -283,9 +281,7 @@ class PageSection(Generic[R]):
 
     @property
     def sequence(self) -> int:
-        """Sequence number that every write changes; 0 if nothing was written, odd during a
-        write.
-        """
+        """Sequence number, changed by every write; 0 if none was made, odd during a write."""
         return self._words[self._word]
 
     def write(self, record: R) -> None:

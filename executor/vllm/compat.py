@@ -19,7 +19,10 @@ _CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
 
 
 class RequestSurface(Protocol):
-    """Type of vllm.v1.request.Request; `arrival_time` is wall-clock seconds, tokens so far."""
+    """Type of vllm.v1.request.Request; `arrival_time` is in wall-clock seconds.
+
+    Numbers of tokens are those so far.
+    """
 
     request_id: str
     arrival_time: float

@@ -45,17 +45,14 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """True while the loop's thread runs in this process; False in a forked child, which has no
-        such thread.
-        """
+        """True while the loop's thread runs in this process; False in a forked child."""
         return self._pid == os.getpid() and self._thread.is_alive()
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the coroutine `work` on the loop, block until it ends, and return its result or raise
-        its error.
+        """Run the coroutine `work` on the loop, wait for it, and return its result.
 
-        An interrupted caller cancels the coroutine. Raises ClientClosed if the thread has ended or
-        ends meanwhile, and if the loop's own thread calls.
+        Its error is raised here. An interrupted caller cancels the coroutine. Raises ClientClosed
+        if the thread has ended or ends meanwhile, and if the loop's own thread calls.
         """
         if not self.alive:
             work.close()
@@ -88,11 +85,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class BlockingRolloutClient:
-    """Blocking form of `RolloutClient`, with an event loop on a thread of its own; threads may
-    share it.
+    """Blocking form of `RolloutClient`, with an event loop on a thread of its own.
 
-    The client pickles as its arguments and connects on first use, so a driver may create the client
-    and hand it to Ray actors or processes. End it with `close`, or use it as a context manager.
+    Any number of threads may share one. The client pickles as its arguments and connects on first
+    use, so a driver may create the client and hand it to Ray actors or processes. End it with
+    `close`, or use it as a context manager.
     """
 
     def __init__(
@@ -133,9 +130,7 @@ class BlockingRolloutClient:
         self.close()
 
     def close(self) -> None:
-        """Cancel the running turns and end the client's thread; every later call raises
-        ClientClosed.
-        """
+        """Cancel the running turns and end the client's thread; later calls raise ClientClosed."""
         with self._lock:
             thread, self._thread, self._closed = self._thread, None, True
         if thread is not None and thread.alive:
@@ -145,9 +140,7 @@ class BlockingRolloutClient:
     def generate(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> Turn:
-        """Generate one turn, block until it is whole and return it; see
-        `RolloutClient.generate`.
-        """
+        """Generate one turn, wait for it, and return it whole; see `RolloutClient.generate`."""
         loop = self._loop()
         return loop.call(self._client.generate(token_ids, sampling, **options))
 
@@ -169,8 +162,7 @@ class BlockingRolloutClient:
         hedges: int = 0,
         **options: Unpack[GroupOptions],
     ) -> Iterator[Member]:
-        """Yield the samples of one prompt as they finish; closing the iterator early cancels the
-        others.
+        """Yield the samples of one prompt as they finish; closing the iterator cancels the others.
 
         See `RolloutClient.gather_group` for the arguments.
         """
@@ -188,8 +180,9 @@ class BlockingRolloutClient:
 
     @contextmanager
     def session(self, session_id: str = "", *, group_id: str = "") -> Iterator["BlockingSession"]:
-        """Yield a BlockingSession for the turns of one trajectory; leaving the block reports its
-        end to the gateways.
+        """Yield a BlockingSession for the turns of one trajectory.
+
+        Leaving the block reports the trajectory's end to the gateways.
         """
         loop = self._loop()
         session = self._client.session(session_id, group_id=group_id)
@@ -199,8 +192,9 @@ class BlockingRolloutClient:
             loop.call(session.__aexit__(None, None, None))
 
     def cancel(self, request_id: str) -> bool:
-        """Cancel the running turn with this request id, from any thread; return False for an
-        unknown id.
+        """Cancel the running turn with this request id, from any thread.
+
+        Returns False for an id that is not running.
         """
         loop = self._loop()
         return loop.call(_on_loop(lambda: self._client.cancel(request_id)))
@@ -219,9 +213,7 @@ class BlockingRolloutClient:
         return loop.call(_on_loop(self._client.progress))
 
     def on_loop(self) -> tuple[RolloutClient, LoopThread]:
-        """Return the asynchronous client, and the loop thread, on which alone that client may be
-        used.
-        """
+        """Return the asynchronous client, and the loop thread that alone may use it."""
         loop = self._loop()
         return self._client, loop
 
@@ -261,9 +253,7 @@ class BlockingSession:
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[SessionOptions]
     ) -> Iterator[TokenChunk]:
-        """Yield the chunks of the trajectory's next turn; closing the iterator early cancels the
-        turn.
-        """
+        """Yield the chunks of the trajectory's next turn; closing the iterator cancels it."""
         return _entered(self._loop, self._session.stream(token_ids, sampling, **options))
 
 

@@ -33,8 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class RolloutClient:
-    """Asynchronous client of ROSE's gateways: generates turns whole or streamed, in groups and
-    sessions.
+    """Asynchronous client of ROSE's gateways, for turns whole or streamed, groups and sessions.
 
     Use the client as an async context manager. Its one connection pool serves any number of turns
     of one event loop, and the client pickles as its arguments. Give every gateway's address: when a
@@ -107,8 +106,7 @@ class RolloutClient:
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
-        """Return a stream of one turn's token chunks; the request is sent when the stream is
-        entered.
+        """Return one turn as a stream of token chunks; entering the stream sends the request.
 
         When a gateway dies, the received tokens are kept and the turn continues from them.
         """
@@ -157,11 +155,11 @@ class RolloutClient:
         return Group(start, members, need or members)
 
     def session(self, session_id: str = "", *, group_id: str = "") -> Session:
-        """Return a session for the turns of one trajectory, which go to the replica that has its
-        prefix.
+        """Return a session for the turns of one trajectory, which share a prefix.
 
-        Leaving its block reports the end to the gateways. session_id: default a random one.
-        group_id: common to all trajectories that begin with the same prompt.
+        They go to the replica that has it. Leaving the session's block reports the end to the
+        gateways. session_id: default a random one. group_id: common to all trajectories that begin
+        with the same prompt.
         """
         return Session(self, session_id or uuid.uuid4().hex, self._finish_session, group_id)
 
@@ -226,9 +224,7 @@ class RolloutClient:
         return turn
 
     async def _finish_session(self, session_id: str, job: str = "") -> None:
-        """Report the end of a session to every gateway, once each; a failure is logged and not
-        retried.
-        """
+        """Report the end of a session to every gateway, once each; log a failure."""
         if self._http is None:
             return
         job = job or self._settings.job

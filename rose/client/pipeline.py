@@ -101,9 +101,7 @@ class PipelineTurns(Generic[P, T]):
     def stream(
         self, token_ids: Sequence[int], sampling: Sampling, **options: Unpack[TurnOptions]
     ) -> TurnStream:
-        """Return a stream of one turn, which records the oldest version of every chunk for its
-        group.
-        """
+        """Return one turn as a stream, which records each chunk's oldest version for its group."""
 
         async def run(sink: ChunkSink) -> Turn:
             ticket = self._begin()
@@ -129,8 +127,7 @@ class PipelineTurns(Generic[P, T]):
         return ticket
 
     def _fenced(self, options: TurnOptions, ticket: TurnTicket) -> TurnOptions:
-        """Return the options with `min_version` raised to the oldest version that may be trained
-        on.
+        """Return the options with `min_version` at least the oldest version to be trained on.
 
         Raises VersionNotServed if `exact_version` is older than that.
         """
@@ -159,9 +156,7 @@ class PipelineTurns(Generic[P, T]):
 
 
 def _oldest_version(turn: Turn) -> int:
-    """Return the oldest policy version of a turn's tokens and their KV; -1 if any token has no
-    version.
-    """
+    """Return the oldest policy version of a turn's tokens and KV; -1 if a token has no version."""
     stamped = sum(end - start for _, start, end in turn.versions)
     oldest = turn.oldest_version
     return -1 if oldest is None or stamped < len(turn.token_ids) else oldest
@@ -183,11 +178,11 @@ class EpisodeFunction(Protocol[P_in, T_out]):
 
 
 class RolloutPipeline(Generic[P, T]):
-    """Pipeline that plays episodes over prompts and gives the trainer complete groups; see
-    docs/client.md.
+    """Pipeline that plays episodes over prompts and gives the trainer complete groups.
 
-    Use it as an async context manager. Every prompt is trained on once or returned as dropped.
-    Leaving the block cancels all turns at the gateways and finishes all sessions.
+    Use it as an async context manager; see docs/client.md. Every prompt is trained on once or
+    returned as dropped. Leaving the block cancels all turns at the gateways and finishes all
+    sessions.
     """
 
     def __init__(
@@ -231,9 +226,7 @@ class RolloutPipeline(Generic[P, T]):
             raise
 
     async def _leave(self) -> None:
-        """Cancel the running episodes, and wait until their sessions' ends are reported to the
-        gateways.
-        """
+        """Cancel the running episodes, and wait until their sessions' ends are reported."""
         self._open = False
         self._news.set()
         ending = [*self._tasks.values(), *([self._drawing] if self._drawing else [])]
@@ -243,8 +236,7 @@ class RolloutPipeline(Generic[P, T]):
         await asyncio.gather(*self._finishing, return_exceptions=True)
 
     async def take(self) -> TrainingStep[P, T] | None:
-        """Wait for the next training step and return its groups; return None when no prompts are
-        left.
+        """Wait for the next training step and return it; None when no prompts are left.
 
         The step must be trained from policy version `step.version`, before a newer one is
         published. Raises GroupsDropped if a whole step's worth of groups failed meanwhile (the next
@@ -281,10 +273,9 @@ class RolloutPipeline(Generic[P, T]):
         return step
 
     def publish(self, version: int) -> None:
-        """Record that the trainer published `version`; groups too old for it are cancelled and
-        start anew.
+        """Record that the trainer published `version`; groups too old for it start anew.
 
-        Raises ValueError for a version older than the last.
+        Their running turns are cancelled. Raises ValueError for a version older than the last.
         """
         self._buffer.publish(version)
         self._act()
@@ -313,9 +304,7 @@ class RolloutPipeline(Generic[P, T]):
             await self._news.wait()
 
     def _act(self) -> None:
-        """Carry out the buffer's actions (start or cancel an episode), and wake all waiting
-        callers.
-        """
+        """Start and cancel episodes as the buffer decides, and wake all waiting callers."""
         for action in self._buffer.actions() if self._open else ():
             if isinstance(action, CancelRun):
                 self._tasks[action.run].cancel()
@@ -333,8 +322,9 @@ class RolloutPipeline(Generic[P, T]):
         return await self._episode(session, self._buffer.prompt_of(run), run.sample)
 
     def _over(self, run: SampleRun, told: Session, task: asyncio.Task[T]) -> None:
-        """Report an ended episode to the buffer, and finish its session in a task that nothing
-        cancels.
+        """Report an ended episode to the buffer; finish its session in a task of its own.
+
+        Nothing cancels that task.
         """
         del self._tasks[run]
         finishing = asyncio.create_task(told.finish())
@@ -363,10 +353,10 @@ async def _as_async(prompts: Iterable[P] | AsyncIterable[P]) -> AsyncGenerator[P
 
 
 class BlockingRolloutPipeline(Generic[P, T]):
-    """Blocking form of `RolloutPipeline`: a plain context manager; `episode` stays an async
-    function.
+    """Blocking form of `RolloutPipeline`: a plain context manager.
 
-    Episodes continue while the trainer's thread computes. Any thread may call the methods.
+    `episode` stays an async function. Episodes continue while the trainer's thread computes. Any
+    thread may call the methods.
     """
 
     def __init__(
@@ -399,8 +389,7 @@ class BlockingRolloutPipeline(Generic[P, T]):
             loop.call(self._pipeline.__aexit__(None, None, None))
 
     def take(self) -> TrainingStep[P, T] | None:
-        """Block until the next training step is complete and return it; return None when no prompts
-        are left.
+        """Wait for the next training step and return it; None when no prompts are left.
 
         See `RolloutPipeline.take` for the errors.
         """
@@ -411,9 +400,7 @@ class BlockingRolloutPipeline(Generic[P, T]):
             yield step
 
     def publish(self, version: int) -> None:
-        """Record that the trainer published `version`; on return, groups too old for it are
-        cancelled.
-        """
+        """Record that the trainer published `version`; cancel the groups too old for it."""
 
         async def publish() -> None:
             self._pipeline.publish(version)

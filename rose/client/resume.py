@@ -76,11 +76,11 @@ class Received:
         return self.finish_reason is not None
 
     def rest(self) -> ClientTurn:
-        """Return the request that any gateway can continue the turn from: prompt plus received
-        tokens.
+        """Return the request with which any gateway can continue the turn.
 
-        Before the first token that is the original request. Raises AnswerBroken if received tokens
-        depend on penalties or structured output, which another gateway cannot continue.
+        Its prompt ends with the received tokens; before the first token it is the original request.
+        Raises AnswerBroken if received tokens depend on penalties or structured output, which
+        another gateway cannot continue.
         """
         asked = self._ask.sampling
         if self._tokens and asked.counts_output:
@@ -107,8 +107,7 @@ class Received:
         return self._asked
 
     def add(self, event: StreamEvent) -> list[TokenChunk]:
-        """Take one event and return its new tokens as chunks, one for each policy version and age
-        of KV.
+        """Return an event's new tokens as chunks, one for each policy version and age of KV.
 
         Tokens that were received before are compared and not returned again. Raises AnswerBroken
         for an invalid event, AnotherTurnError for tokens that differ from those received before.
@@ -165,8 +164,7 @@ class Received:
         self._attempts = event.attempts or self._attempts
 
     def _keep_spans(self) -> None:
-        """Move the replica segments and attempt count of the present answer to those of earlier
-        answers.
+        """Add the present answer's replica segments and attempts to those of earlier answers.
 
         Tokens of a broken answer that names no replica get a segment of replica "unknown".
         """
@@ -179,9 +177,7 @@ class Received:
         self._segments, self._attempts = [], 0
 
     def _spans(self, start: int) -> list[tuple[Stamp, int, int]]:
-        """Return (stamp, start, end) of all tokens from `start` on, adjacent tokens of equal stamp
-        together.
-        """
+        """Return (stamp, start, end) for each run of tokens of one stamp, from `start` on."""
         spans = []
         for stamp, group in groupby(self._stamps[start:]):
             end = start + len(list(group))

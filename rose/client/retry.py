@@ -49,8 +49,7 @@ class GatewayRing:
         self._resting_until_s: dict[str, float] = {}
 
     def order(self, key: str, now_s: float) -> list[str]:
-        """Return all gateway addresses in the order in which to try them for `key`, recently failed
-        ones last.
+        """Return all gateway addresses in the order to try for `key`, recently failed ones last.
 
         The order is by rendezvous hashing, so every process computes the same one.
         """
@@ -60,9 +59,7 @@ class GatewayRing:
         return sorted(by_weight, key=lambda url: self._resting_until_s.get(url, 0.0) > now_s)
 
     def failed(self, url: str, now_s: float) -> None:
-        """Record that a gateway did not answer: for the next `REST_S` seconds it comes last in
-        every order.
-        """
+        """Record that a gateway did not answer: for `REST_S` it comes last in every order."""
         self._resting_until_s[url] = now_s + REST_S
 
     def answered(self, url: str) -> None:
@@ -85,8 +82,7 @@ class GatewayMonitor:
 
     @asynccontextmanager
     async def watching(self, url: str) -> AsyncIterator[None]:
-        """Probe the gateway while the context is open; raise TimeoutError inside once it counts as
-        dead.
+        """Probe the gateway inside the context, and raise TimeoutError there once it is dead.
 
         A gateway is dead after `probes` health requests in a row without an answer.
         """
@@ -200,8 +196,7 @@ class Tries:
         raise GatewayUnavailable(f"no gateway says which versions are served; {trouble}")
 
     async def streamed(self, row: RunningTurn, sink: ChunkSink) -> Turn:
-        """Request the turn as a stream, await `sink` with each chunk, and return the whole turn at
-        the end.
+        """Request the turn as a stream, pass each chunk to `sink`, and return the whole turn.
 
         Raises GatewayUnavailable when all tries failed, or the error that a gateway's refusal
         means.
@@ -288,9 +283,7 @@ class Tries:
 
 
 async def _check(response: aiohttp.ClientResponse) -> None:
-    """Return for status 200; otherwise raise _TryAgainError for a busy gateway, or the status's own
-    error.
-    """
+    """Return for status 200, else raise: _TryAgainError if busy, or the status's own error."""
     if response.status == 200:
         return
     text = wire.message(response.status, await response.read())

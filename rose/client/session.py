@@ -57,8 +57,9 @@ class Group:
         return self
 
     async def __anext__(self) -> Member:
-        """Return the next member that finishes, whole or failed; the iteration ends at `need` whole
-        turns.
+        """Return the next member that finishes, whole or failed.
+
+        The iteration ends after all members, or `need` whole turns.
         """
         if not self._index:
             raise ClientClosed("use `async with client.gather_group(...) as group` first")
@@ -70,9 +71,7 @@ class Group:
         return member
 
     def _member(self, task: asyncio.Task[Turn]) -> Member:
-        """Return the member of an ended task; an error that is not a RolloutError is raised
-        instead.
-        """
+        """Return the member of an ended task; raise an error that is no RolloutError."""
         try:
             return Member(self._index[task], task.result(), None)
         except RolloutError as error:
@@ -96,11 +95,11 @@ class TurnSource(Protocol):
 
 
 class Session:
-    """Trajectory: turns that share a prefix and one `X-Session-ID`, so that they go to the same
-    replica.
+    """Session of one trajectory: turns that share a prefix and one `X-Session-ID`.
 
-    Use it as an async context manager: its end tells the gateways, which then forget the session. A
-    turn's request id is the session's id and the turn's number, unless the caller gives one.
+    They go to the same replica. Use the session as an async context manager: its end tells the
+    gateways, which then forget it. A turn's request id is the session's id and the turn's number,
+    unless the caller gives one.
     """
 
     def __init__(

@@ -15,8 +15,7 @@ from rose.client.types import ClientTurn, TokenChunk, Turn
 
 @dataclass(frozen=True, slots=True)
 class TurnProgress:
-    """State of a running turn. `tokens`: received so far; 0 until the end unless the turn is
-    streamed.
+    """State of a running turn. `tokens`: received so far; 0 until the end unless streamed.
 
     `tries`: requests sent for the turn, the first one included. `gateway`: address tried last.
     """
@@ -113,8 +112,7 @@ ChunkSink = Callable[[TokenChunk], Awaitable[None]]
 
 
 class TurnStream:
-    """One turn as a stream: an async context manager and iterator of chunks, with `turn` at the
-    end.
+    """One turn as a stream: async context manager and iterator of chunks, then `turn`.
 
     Entering sends the request. Leaving the block before the end cancels the turn, at the gateway
     and its replica too. A slow reader makes the gateway wait once CHUNKS_AHEAD chunks are unread.
@@ -128,10 +126,9 @@ class TurnStream:
         self._turn: Turn | None = None
 
     async def into(self, sink: ChunkSink) -> Turn:
-        """Send the request, await `sink` with each chunk, and return the whole turn; use it or
-        `async with`.
+        """Send the request, await `sink` with each chunk, and return the whole turn.
 
-        An error of `sink` ends the turn and is raised.
+        Use it instead of `async with`. An error of `sink` ends the turn and is raised.
         """
         return await self._run(sink)
 

@@ -147,8 +147,7 @@ class ClientTurn:
 
 
 class GroupOptions(TypedDict, total=False):
-    """Options of every turn. min_version, exact_version: accepted policy versions; give one at
-    most.
+    """Options of every turn. min_version, exact_version: accepted policy versions, one of them.
 
     priority: turns of a lower number go first. job: name under which the trainer registered, by
     default the client's `job`. traceparent: W3C header of the trace that the turn belongs to, by
@@ -163,17 +162,15 @@ class GroupOptions(TypedDict, total=False):
 
 
 class SessionOptions(GroupOptions, total=False):
-    """Options of a turn in a session. request_id: by default generated; an equal id means the same
-    turn.
-    """
+    """Options of a turn in a session. request_id: random by default; equal ids mean one turn."""
 
     request_id: str
 
 
 class TurnOptions(SessionOptions, total=False):
-    """Options of a turn outside a session. session_id: of its trajectory, so that it goes to the
-    replica that has its prefix.
+    """Options of a turn outside a session.
 
+    session_id: of its trajectory, so that the turn goes to the replica that has its prefix.
     group_id: common to the samples of one prompt, whose lengths predict each other. hedges: number
     of second copies that the `group_size` turns of the group may have together; not for streams.
     """

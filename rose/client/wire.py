@@ -109,8 +109,9 @@ def message(status: int, body: bytes) -> str:
 
 
 def refusal(status: int, text: str) -> RolloutError:
-    """Return the error that a status means which no retry changes: VersionNotServed for 409, else
-    RequestRefused.
+    """Return the error for a status that no retry changes, with `text` as its message.
+
+    VersionNotServed for 409, RequestRefused for any other.
     """
     if status == 409:
         return VersionNotServed(text)

@@ -206,9 +206,7 @@ class Aborted(Struct):
 
 
 class SessionFinished(Struct):
-    """Answer to `finish`: the session's id, and the number of its turns that still ran and were
-    ended.
-    """
+    """Answer to `finish`: the session's id, and how many of its turns still ran and were ended."""
 
     session_id: str
     aborted: int
@@ -254,9 +252,7 @@ class Choosing(Struct):
 
 
 class Explanation(Struct):
-    """Answer to `explain`: recent placement decisions for a request's or session's turns, oldest
-    first.
-    """
+    """Answer to `explain`: recent placement decisions for a request or session, oldest first."""
 
     subject: str
     decisions: list[Choosing]

@@ -48,8 +48,7 @@ STATE: Final = f"{ROUTES}state"
 
 
 class StructuredOutputs(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Constraint on the output's text, in vLLM's field names; set exactly one of the first six
-    fields.
+    """Constraint on the output's text, in vLLM's field names; set one of the first six fields.
 
     `json` and `structural_tag` are JSON documents as text.
     """
@@ -106,11 +105,9 @@ class Sampling(Struct, frozen=True, gc=False):
 
     @property
     def counts_output(self) -> bool:
-        """True if a token's probability depends on which earlier tokens are output and which are
-        prompt.
+        """True if penalties or structured output make the next token depend on earlier output.
 
-        Such a turn (penalties, structured output) cannot continue elsewhere, with its tokens as a
-        prompt.
+        Such a turn cannot continue elsewhere, with its tokens as a prompt.
         """
         return bool(
             self.frequency_penalty or self.presence_penalty or self.structured_outputs is not None
@@ -149,12 +146,11 @@ PROMPT_PLACES: Final = 2_048
 
 
 class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
-    """One line of the answer to `generate`: tokens of one policy version with logprobs, or the end,
-    or both.
+    """One line of the answer to `generate`: tokens of one policy version, or the end, or both.
 
-    `oldest_version`: of the tokens' KV, if it may be older than `version` (`OnUpdate.KEEP`).
-    `finish_reason`: set in the last line. `prompt_logprobs` come in lines of their own, before the
-    first token, and are of the same version.
+    Each token has its logprob. `oldest_version`: of the tokens' KV, if it may be older than
+    `version` (`OnUpdate.KEEP`). `finish_reason`: set in the last line. `prompt_logprobs` come in
+    lines of their own, before the first token, and are of the same version.
     """
 
     token_ids: list[SampledId] = []
@@ -170,8 +166,7 @@ BatchPlace = Annotated[int, Meta(ge=0, lt=MAX_BATCH_TURNS)]
 
 
 class BatchBody(Struct, frozen=True, gc=False):
-    """Request body of `generate_batch`: turns that begin together, each as if it had been sent
-    alone.
+    """Request body of `generate_batch`: turns that begin together, each as if sent alone.
 
     batch: a random name, with which the caller may later cancel some of the turns.
     """

@@ -62,9 +62,7 @@ class UpdateApplied(Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """True if the weights' digest and the probe's output both match: the version is active and
-        proven.
-        """
+        """True if digest and probe both match, so that the version is active and proven."""
         return self.digest_ok and self.probe_ok
 
 

@@ -48,9 +48,7 @@ class HeldFile:
         return os.pread(self.descriptor, os.fstat(self.descriptor).st_size, 0)
 
     def write(self, raw: bytes) -> None:
-        """Replace the content in place, without a rename: another process watches this very
-        file.
-        """
+        """Replace the content in place, not by a rename: other processes watch this very file."""
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, raw, 0)
 

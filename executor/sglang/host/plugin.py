@@ -71,8 +71,9 @@ class SglangHost(HostPlugin[BatchPublisher]):
         self._began_ns = self._look_ns = 0
 
     def arrived(self, request: Any, *, again: bool) -> None:  # noqa: ANN401 -- SGLang's Req
-        """Record a request that came to the queue or came back (`again`); take memory back for
-        it.
+        """Publish a request that came to the queue or came back (`again`).
+
+        A lending host takes memory back for it.
         """
         if self._observer is not None:
             self._quietly(self._tell_arrival, self._observer, request, again)
