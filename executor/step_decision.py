@@ -19,8 +19,9 @@ _HOST_BUSY, _NO_SLACK = FreezeReason.HOST_BUSY, FreezeReason.NO_SLACK
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Verdict of the gate: run a step of `token_budget` tokens, `max_sequences` sequences at
-    most.
+    """Verdict of the gate: run one step of at most `token_budget` tokens.
+
+    The step may have `max_sequences` sequences.
     """
 
     token_budget: int

@@ -77,7 +77,7 @@ class HostView:
 
         the file at the page's path is the one that is mapped
         a living process holds the seat, for SETTLE_NS at least, and beat within BEAT_STALE_NS
-        nobody holds the veto: no engine serves here that cannot publish
+        no process holds the veto: no engine serves here that cannot publish
         the host section is whole and was written by the holder of the seat
     """
 

@@ -72,7 +72,7 @@ class LoanLedger:
 
     @property
     def in_stock(self) -> int:
-        """Number of pages that nobody uses, the reserve included."""
+        """Number of pages that no process uses, the reserve included."""
         return len(self._stock)
 
     @property

@@ -11,9 +11,8 @@ UNVERSIONED: Final = -1
 """Policy version of tokens that a stock engine sampled, which reports none."""
 
 TokenId = Annotated[int, Meta(ge=0, lt=TOKEN_IDS)]
-# Bounds of sampled tokens: no vocabulary is near 2**31, and a logprob is at most that of 1, rounded
-# in
-# half precision.
+# Bounds of sampled tokens: no vocabulary is near 2**31, and a logprob is at most that of 1,
+# rounded in half precision.
 SampledId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Logprob = Annotated[float, Meta(le=1e-2)]
 PolicyVersion = Annotated[int, Meta(le=(1 << 63) - 1)]

@@ -48,7 +48,7 @@ STATE: Final = f"{ROUTES}state"
 
 
 class StructuredOutputs(Struct, frozen=True, gc=False, omit_defaults=True):
-    """Constraint on the output's text, in vLLM's field names; set one of the first six fields.
+    """Constraint on the output's text, in vLLM's words: exactly one of the first six fields.
 
     `json` and `structural_tag` are JSON documents as text.
     """

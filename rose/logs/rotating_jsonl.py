@@ -170,9 +170,8 @@ class BoundedFile:
         self._marker = marker
         self._clock = clock
         self._writing = threading.Lock()
-        # Never held while a disk is waited for: a caller that drops a record continues at once. A
-        # signal's
-        # handler may drop one while its thread does.
+        # Never held while a disk is waited for: a caller that drops a record continues at once.
+        # Reentrant, since a signal handler may drop a record while its thread drops one.
         self._counting = threading.RLock()
         self._unsaid = 0
         self._descriptor: int | None = None
