@@ -60,7 +60,7 @@ PAGE_BYTES = _LATENCY_AT + RING_BYTES
 BEAT_STALE_NS: Final = 1_000_000_000
 """Age at which a host's heartbeat no longer counts, four times the interval between two.
 
-A thread of its own sends it, since an idle engine runs no other code.
+The host sends heartbeats from a thread of its own, since an idle engine runs no other code.
 """
 SETTLE_NS: Final = 1_000_000_000
 """Time after which other engines at the page's path have noticed a new file, and vetoed there."""
@@ -88,7 +88,9 @@ class HostView:
     replaced: bool = True
 
     def doubt(self, now_ns: int) -> FreezeReason | None:
-        """Return the first reason why the host's state does not count now; None if it counts."""
+        """Return the first reason why the host's state does not count at `now_ns`; None if it
+        does.
+        """
         state, seat = self.state, self.seat
         if self.replaced:
             return FreezeReason.PAGE_REPLACED

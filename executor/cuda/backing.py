@@ -41,7 +41,9 @@ _reservations: Final[dict[int, Reservation]] = {}
 
 
 class VirtualMapping:
-    """Range of GPU addresses: `pages` pages of `page_bytes` from `base` on, each with a handle."""
+    """Range of GPU addresses: `pages` pages of `page_bytes` from `base` on, each backed by a
+    handle.
+    """
 
     def __init__(
         self, driver: Driver, page_bytes: int, pages: int, own: Sequence[Handle] = ()
@@ -172,9 +174,9 @@ class VirtualMapping:
 
 
 class PageRefcounts:
-    """Number of mapped granules that have a byte on each page; all granules are mapped at first.
+    """Counters, one for each GPU page, of the mapped granules of KV blocks with a byte on it.
 
-    A page without a byte of any block counts as needed.
+    All granules are mapped at first. A page without a byte of any block counts as needed.
     """
 
     def __init__(

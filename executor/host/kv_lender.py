@@ -46,7 +46,7 @@ class KvLent(NamedTuple):
 
 
 class LendablePool(HeldGranules):
-    """Balloon over an engine's pool of KV blocks, granules of which can be lent."""
+    """Balloon over an engine's pool of KV blocks that can be lent by granules, runs of blocks."""
 
     @property
     @abstractmethod
@@ -135,7 +135,8 @@ class Holder(Protocol):
 
 
 class HostLender:
-    """Lender of a host's KV memory: moves granules out of and into the engine's pool.
+    """Lender of a host's KV memory: moves granules (runs of blocks) out of its engine's pool and
+    back.
 
     Only the engine core's thread may call it.
     """

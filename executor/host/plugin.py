@@ -68,7 +68,7 @@ class HostPlugin(ABC, Generic[Publisher]):
         return self
 
     def attach(self) -> None:
-        """Take the seat of the page that the environment names, and publish; start to lend if set.
+        """Take the seat of the page that the environment names, publish, and lend if it says so.
 
         An error is logged, and the engine serves without ROSE.
         """

@@ -303,9 +303,10 @@ def of_two_blocks(extents: Sequence[Extent]) -> list[Range]:
 
 
 class HeldGranules(ABC):
-    """Balloon over an engine's KV block pool: the granules taken out of it, and their pages.
+    """Balloon over an engine's KV block pool: the granules (runs of blocks) taken out of it.
 
-    A `fence` is a number of engine steps. Subclasses take blocks out of the engine's pool.
+    It returns their pages to the backend. A `fence` is a number of engine steps. Subclasses take
+    blocks out of the engine's own pool.
     """
 
     def __init__(self, granules: Granules, pages: PageBackend) -> None:

@@ -59,7 +59,10 @@ class KvFree:
 
 
 class LendingCore:
-    """Decision how many granules a host lends or takes back; the clock is passed in."""
+    """Decision of a host: how many granules (runs of KV blocks) to lend or to take back.
+
+    The clock is passed in.
+    """
 
     def __init__(self, granules: Granules, limits: LendingLimits) -> None:
         self._granules = granules

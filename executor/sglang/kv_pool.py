@@ -48,7 +48,7 @@ It returns the number of blocks that became free.
 
 
 class BalloonedAllocator(HeldGranules):
-    """Balloon over an SGLang KV allocator: takes granules of blocks out and puts them back."""
+    """Balloon over an SGLang KV allocator: takes granules (runs of blocks) out, and back in."""
 
     def __init__(
         self,

@@ -31,7 +31,10 @@ Block = TypeVar("Block", bound=BlockSurface)
 
 
 class GranuleQueue(Generic[Block]):
-    """Free queue of KV blocks by granules, which replaces vLLM's FreeKVCacheBlockQueue."""
+    """Free queue of KV blocks, ordered by granules (runs of blocks), in vLLM's queue's place.
+
+    It has the methods of FreeKVCacheBlockQueue.
+    """
 
     def __init__(self, granules: Granules, blocks: Sequence[Block]) -> None:
         self._granules = granules
@@ -120,7 +123,9 @@ class GranuleQueue(Generic[Block]):
         return sum(block.block_hash is not None for block in self._cached[granule].values())
 
     def empty_granules(self) -> list[int]:
-        """Return the full-size granules whose blocks are all free and without cached content."""
+        """Return the numbers of full-size granules with all blocks free and without cached
+        content.
+        """
         full = self._by_free[self._granules.granule_blocks]
         return [granule for granule in full if not self._cached[granule]]
 
@@ -137,7 +142,10 @@ class GranuleQueue(Generic[Block]):
         return blocks
 
     def cold_granules(self, before_ns: int, most: int) -> list[int]:
-        """Return up to `most` wholly free granules without a freed prefix since `before_ns`."""
+        """Return up to `most` numbers of wholly free granules whose prefixes are all cold.
+
+        No block with a prefix was freed into them since `before_ns`.
+        """
         cold = takewhile(lambda entry: entry[1] < before_ns, self._recency.items())
         seen = islice(cold, MOST_COLD if most else 0)
         size = self._granules.granule_blocks
@@ -176,7 +184,7 @@ class GranuleQueue(Generic[Block]):
 
 
 class BalloonedPool(HeldGranules):
-    """Balloon over vLLM's block pool: takes granules of blocks out and puts them back.
+    """Balloon over vLLM's block pool: takes granules (runs of blocks) out and puts them back.
 
     It replaces the pool's free queue by a GranuleQueue.
     """

@@ -40,7 +40,7 @@ IN_REACH: Final = (
 
 
 class LendingPool(BalloonedPool, LendablePool):
-    """Ballooned pool of a host on vLLM whose held granules are lent."""
+    """Pool of a vLLM host whose granules (runs of KV blocks) can be held and lent."""
 
     def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._stock = type(pool.free_block_queue)
@@ -177,11 +177,11 @@ class SkipPolicy:
     def choose(
         self, now_ns: int, running: Sequence[RequestSurface], free_blocks: int, lent: int
     ) -> frozenset[str]:
-        """Return the ids of the requests that skip the next step, the last ones of `running` first.
+        """Return the ids of the running requests that skip the next step; none after HOLD_NS.
 
-        Empty for none, and after HOLD_NS. `free_blocks` can be allocated now, `lent` granules are
-        out. Sets `short_blocks`: blocks that all of `running` lack together until their present
-        tokens are computed.
+        Earlier ones of `running` get blocks first. `free_blocks` can be allocated now, `lent`
+        granules are out. Sets `short_blocks`: blocks that all of `running` lack together until
+        their present tokens are computed.
         """
         if not lent or free_blocks >= self._most(len(running)):
             return self._nobody()
