@@ -88,9 +88,7 @@ class HostView:
     replaced: bool = True
 
     def doubt(self, now_ns: int) -> FreezeReason | None:
-        """Return the first reason why the host's state does not count at `now_ns`; None if it
-        does.
-        """
+        """Return the first reason not to count the host's state at `now_ns`; None if it counts."""
         state, seat = self.state, self.seat
         if self.replaced:
             return FreezeReason.PAGE_REPLACED

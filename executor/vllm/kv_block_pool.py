@@ -123,9 +123,7 @@ class GranuleQueue(Generic[Block]):
         return sum(block.block_hash is not None for block in self._cached[granule].values())
 
     def empty_granules(self) -> list[int]:
-        """Return the numbers of full-size granules with all blocks free and without cached
-        content.
-        """
+        """Return the numbers of full-size granules with all blocks free, none of them cached."""
         full = self._by_free[self._granules.granule_blocks]
         return [granule for granule in full if not self._cached[granule]]
 

@@ -32,7 +32,7 @@ class TurnCancelled(RolloutError):  # noqa: N818 - a state, as in the tree above
 
 
 class VersionNotServed(RolloutError):  # noqa: N818 - a state, as in the tree above
-    """No replica serves the requested policy version, or it is too old to be trained on."""
+    """No replica serves the requested policy version, or the trainer no longer accepts it."""
 
 
 class RequestRefused(RolloutError):  # noqa: N818 - a state, as in the tree above

@@ -71,7 +71,7 @@ class Group:
         return member
 
     def _member(self, task: asyncio.Task[Turn]) -> Member:
-        """Return the member of an ended task; raise an error that is no RolloutError."""
+        """Return the member of an ended task; raise an error that is not a RolloutError."""
         try:
             return Member(self._index[task], task.result(), None)
         except RolloutError as error:

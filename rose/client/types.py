@@ -147,11 +147,12 @@ class ClientTurn:
 
 
 class GroupOptions(TypedDict, total=False):
-    """Options of every turn. min_version, exact_version: accepted policy versions, one of them.
+    """Options of every turn, in a group, in a session or alone.
 
-    priority: turns of a lower number go first. job: name under which the trainer registered, by
-    default the client's `job`. traceparent: W3C header of the trace that the turn belongs to, by
-    default that of the caller's OpenTelemetry span; a malformed one counts as none.
+    min_version: oldest accepted policy version; exact_version: the only accepted one; give one of
+    them at most. priority: turns of a lower number go first. job: name under which the trainer
+    registered, by default the client's `job`. traceparent: W3C header of the trace that the turn
+    belongs to, by default that of the caller's OpenTelemetry span; a malformed one counts as none.
     """
 
     min_version: int | None

@@ -78,7 +78,7 @@ def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int],
 
 
 def decode_event(data: bytes) -> StreamEvent:
-    """Return the decoded JSON of one event of a stream. Raises AnswerBroken for any other text."""
+    """Return the StreamEvent in the data of one event. Raises AnswerBroken for any other text."""
     try:
         return decoded(_EVENT, data)
     except msgspec.MsgspecError as error:

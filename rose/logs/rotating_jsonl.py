@@ -127,7 +127,7 @@ TAIL_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class LogLimits:
-    """Disk space of one log: `files` files of `file_bytes` each; None keeps everything.
+    """Disk space of one log: `files` files of `file_bytes` each; `file_bytes` None keeps all.
 
     Raises ConfigError for limits under which nothing could be kept.
     """

@@ -243,7 +243,7 @@ async def _end_of(work: Work) -> BaseException | None:
 
 
 def described(error: BaseException | None) -> str:
-    """Return an error as one line with the place at which it was raised."""
+    """Return an error as one line with its place in the code; "it returned" for None."""
     if error is None:
         return "it returned"
     while isinstance(error, BaseExceptionGroup):
