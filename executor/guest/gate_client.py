@@ -210,7 +210,7 @@ class GateClient:
 
 
 class GrantLiveness:
-    """Check whether a guest must end itself: its grant says so, or is older than `orphan_ns`.
+    """Rule by which a guest ends itself: its grant says so, or is older than `orphan_ns`.
 
     A grant that old means that the node daemon is gone. The clock is passed in.
     """

@@ -338,7 +338,7 @@ class HeldGranules(ABC):
         return owed and max(0, owed - sum(map(self.pages.borrowed, self._touchable)))
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules whose blocks are all free; return their number.
+        """Take those granules whose blocks are all free out of the pool; return their number.
 
         Their pages stay until `unmap` is told that step `fence` is done: it may read or write them.
         """

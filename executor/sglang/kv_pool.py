@@ -88,7 +88,8 @@ class BalloonedAllocator(HeldGranules):
                 yield GranuleUse(granule, used, max(0, rest - used), self.pages.borrowed(granule))
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that can be emptied without preempting; return their number.
+        """Take granules that can be emptied without preempting out of the pool; return their
+        number.
 
         Prefixes are dropped for them, by the prefix cache's own order, as long as that helps.
         """

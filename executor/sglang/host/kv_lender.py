@@ -99,7 +99,7 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         return found[:count]
 
     def take(self, granules: Collection[int], fence: int) -> int:
-        """Hold those of the granules that are wholly free; return their number.
+        """Take those granules that are wholly free out of the pool; return their number.
 
         No prefix is dropped for it.
         """
