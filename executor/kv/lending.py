@@ -149,7 +149,7 @@ def owed_bytes(base_bytes: int, host: HostState | None, guest: GuestState | None
 
 
 class PressurePolicy(StrEnum):
-    """Cap of a guest's KV memory while the host fills its own, by its name in a configuration.
+    """Rule by which a guest's KV cap changes while the host fills its own KV memory.
 
         paper      above the high watermark: halve once; grow again with the next policy version
         adaptive   above it: halve, and again while it lasts; below the low one, unless the forecast
