@@ -109,8 +109,10 @@ class VersionRoutes:
         """Return a new aiohttp application that serves manifests, chunks, catalog, leases and
         group."""
         app = web.Application(client_max_size=MOST_BODY_BYTES, middlewares=(self._counted,))
-        app.router.add_get(r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest)
-        app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk)
+        app.router.add_get(
+            r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest, allow_head=False
+        )
+        app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk, allow_head=False)
         app.router.add_post("/chunks/{name:[0-9a-f]{64}}/doubt", self._doubt)
         app.router.add_get(CATALOG, self._catalog)
         app.router.add_post(LEASES, self._lease)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rose.errors import RefusedError, RoseError
+from rose.errors import RefusedError
 from weight_transfer import WeightError
 
 T = TypeVar("T")
@@ -42,10 +42,10 @@ def from_first(work: Callable[[], T], otherwise: str = "the first rank could not
 
 
 def everywhere(work: Callable[[], T]) -> T:
-    """Run `work` on every rank, and return this rank's result. If it fails on any rank, all ranks
-    raise.
+    """Run `work` on every rank, and return this rank's result.
 
-    Only RoseError, WeightError and OSError are passed on to the other ranks.
+    If it fails on any rank, all ranks raise: the failed one its error (of WeightError and OSError a
+    RefusedError), the others a RefusedError that names it.
     """
     import torch.distributed as dist
 
@@ -53,11 +53,11 @@ def everywhere(work: Callable[[], T]) -> T:
     made: T | None = None
     try:
         made = work()
-    except (RoseError, WeightError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - raised below, once the others know
         failed = error
     if _grouped():
         said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, None if failed is None else str(failed))
+        dist.all_gather_object(said, None if failed is None else str(failed) or repr(failed))
         others = [f"rank {at}: {what}" for at, what in enumerate(said) if what is not None]
         if failed is None and others:
             raise RefusedError(f"nothing is published, {others[0]}")

@@ -63,9 +63,16 @@ class DevelopmentCa:
 
     @property
     def cluster(self) -> str:
-        """Name of the CA's cluster, read from its certificate."""
-        names = self._certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        (uri,) = names.value.get_values_for_type(x509.UniformResourceIdentifier)
+        """Name of the CA's cluster. Raises ConfigError if its certificate names none."""
+        try:
+            extensions = self._certificate.extensions
+            names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+            (uri,) = names.get_values_for_type(x509.UniformResourceIdentifier)
+        except (x509.ExtensionNotFound, ValueError) as error:
+            raise ConfigError(
+                f"{self.file} names no cluster, so `rose certs init` has not made it; give the"
+                " folder of one that it made"
+            ) from error
         return uri.removeprefix(f"spiffe://{TRUST_DOMAIN}/")
 
     @classmethod

@@ -246,13 +246,6 @@ class FleetBook:
         """Return the attached node with that name, None if there is none."""
         return self._by_name.get(node)
 
-    def of_replica(self, replica: str) -> NodeView | None:
-        """Return the node that offers the replica, None if none does; of several, the oldest
-        stream.
-        """
-        streams = self._offered_by.get(replica)
-        return self._nodes[min(streams)] if streams else None
-
     def replace_offers(self, view: NodeView, offers: tuple[Offer, ...], now_s: float) -> list[str]:
         """Replace a node's offers; return the replicas left out since another node offers them."""
         taken = {o.replica for o in offers if self._is_taken(o.replica, view, now_s)}

@@ -597,8 +597,9 @@ class Leasing:
         return [] if lease is None else self._release(lease, move.why)
 
     def _grant(self, move: Move, offer: Offer) -> list[Action]:
-        view = self._fleet.of_replica(offer.replica)
-        if view is None:
+        # Another node may still have a stale offer of the replica.
+        view = self._fleet.of_node(offer.node)
+        if view is None or offer.replica not in view.offers:
             return []
         lease = self._book.grant(move.job, offer.replica, self._now_s, seen_epoch=offer.epoch)
         self._stream_of[offer.replica] = view.stream

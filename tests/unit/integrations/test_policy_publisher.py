@@ -12,6 +12,7 @@ from rose.client.errors import GatewayUnavailable
 from rose.errors import NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations import PolicyPublisher, TrainerSettings
 from rose.integrations import policy_publisher as publisher
+from rose.integrations.ranks import everywhere
 from rose.weight_distribution import Receipt
 from tests.harness.policies import NORM, checkpoint, weights
 from weight_transfer import SigningKey, TensorBits, WeightError
@@ -331,3 +332,25 @@ def test_the_first_rank_alone_may_publish_where_a_trainer_asks_only_it(
     with PolicyPublisher(settings) as policy:
         assert policy.publish(weights().items(), collective=False) == 1
     assert group.said == []
+
+
+def test_a_rank_that_fails_for_whatever_reason_leaves_no_other_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch.distributed as dist
+
+    gathered: list[object] = []
+
+    def all_gather_object(every: list[object], own: object) -> None:
+        gathered.append(own)
+        every[:] = [own, None]
+
+    def run_out() -> None:
+        raise RuntimeError("out of memory")
+
+    as_rank(monkeypatch, StandInGroup(0))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        everywhere(run_out)
+    assert gathered == ["out of memory"]

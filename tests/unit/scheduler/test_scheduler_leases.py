@@ -599,3 +599,15 @@ def test_nothing_is_said_twice() -> None:
     told.step(RatesMeasured(1, pb.Telemetry()), 0.5)
     told.step(Tick(), 0.6)
     assert told.relays == {}
+
+
+def test_a_replica_is_leased_from_the_node_whose_offer_lives_not_from_a_silent_one() -> None:
+    bench = CoreBench()
+    bench.attach(1, "n0")
+    bench.attach(2, "n1")
+    bench.offered(offer("g0", node="n0"), stream=1)
+    bench.at(104.0)
+    bench.offered(offer("g0", node="n1"), stream=2)
+    bench.with_job()
+    assert bench.kinds(1) == []
+    assert bench.lease(2).replica == "g0"

@@ -1,11 +1,17 @@
 """Certificates say who a process is, and are read again when their files change."""
 
 import asyncio
+import datetime
 import os
 import stat
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
 
 from rose.cli.main import main
 from rose.errors import ConfigError, RefusedError
@@ -231,6 +237,25 @@ def test_the_command_line_makes_and_shows_them(
     ):
         assert main(["certs", *bad, "--dir", folder]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_ca_of_somebody_else_issues_nothing_and_says_so(
+    tmp_path: Path, ca: DevelopmentCa, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "corporate")])
+    now = datetime.datetime.now(datetime.UTC)
+    foreign = (
+        x509.CertificateBuilder(name, name, key.public_key(), 7)
+        .not_valid_before(now)
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .sign(key, hashes.SHA256())
+    )
+    ca.file.write_bytes(foreign.public_bytes(Encoding.PEM))
+    assert main(["certs", "issue", "node", "n0", "--dir", str(ca.file.parent)]) == 2
+    said = capsys.readouterr().err
+    assert "ca.pem names no cluster" in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize("job", ["a b", "team/grpo", "größe", "grpo:1", ".."])

@@ -187,5 +187,8 @@ async def test_what_readers_take_of_a_server_is_measured(tmp_path: Path) -> None
                 assert len(await answer.read()) == size
         async with session.get(f"{server.url}/chunks/{'0' * 64}") as answer:
             assert answer.status == web.HTTPNotFound.status_code
+        # Its answer has no body, so nothing is to be measured.
+        async with session.head(url) as answer:
+            assert answer.status == web.HTTPMethodNotAllowed.status_code
     assert (meter.open, meter.sizes) == (0, [4 * MIB, 3 * MIB, 4 * MIB])
     await server.close()
