@@ -165,7 +165,10 @@ class GuardThread:
         self._samples = samples
         self._events = events
         self._reclaim_cap: int | None = None
-        self._caps = caps or SchedulerCaps()
+        if caps is None:
+            caps = SchedulerCaps()
+            caps.heard()
+        self._caps = caps
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rose-guard", daemon=True)
         self._duty = DutyMeter()

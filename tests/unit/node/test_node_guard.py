@@ -85,6 +85,15 @@ def sections(page: ControlPage) -> dict[str, PageSection]:  # type: ignore[type-
     return {"host": page.host, "guest": page.guest, "grant": page.grant, "seat": page.seat}
 
 
+def test_a_guard_without_a_scheduler_is_cut_off_from_none(rig: Rig) -> None:
+    rig.guard._caps.stale_after_s = 0.0
+    rig.reset()
+    assert rig.ticks() is GrantMode.RUN
+    rig.guard._caps.lost()
+    assert rig.ticks() is GrantMode.FREEZE
+    rig.guard._caps.heard()
+
+
 @pytest.mark.parametrize("name", ["host", "seat"])
 def test_random_bytes_in_a_section_of_the_host_freeze(rig: Rig, name: str) -> None:
     chance = random.Random(7)
