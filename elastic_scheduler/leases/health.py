@@ -75,7 +75,9 @@ class ReplicaHealth:
         return True
 
     def heard(self, report: HealthReport) -> Health:
-        """Take a node's report and return the new state; a report of an older epoch is ignored."""
+        """Update the replica's health from its node's report and return it; a report of an older or
+        voided epoch changes nothing.
+        """
         if report.epoch < self._epoch or report.epoch <= self._void_epoch:
             return self.state
         self._epoch = report.epoch

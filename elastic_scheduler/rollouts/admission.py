@@ -77,7 +77,9 @@ class GroupAge:
         row.stamped = True
 
     def end_turn(self, turn: int) -> None:
-        """Record the end of a turn; one without tokens, or unknown, leaves nothing."""
+        """End a running turn and count its oldest token version for its sample; ignore a turn that got
+        no tokens or is unknown.
+        """
         row = self._turns.pop(turn, None)
         if row is not None and row.stamped:
             self._came[row.sample] = min(row.oldest, self._came.get(row.sample, row.oldest))

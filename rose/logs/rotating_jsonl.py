@@ -365,7 +365,9 @@ def _rotated(path: Path) -> list[tuple[int, Path]]:
 
 
 def rotate_parts(path: Path, files: int) -> None:
-    """Rename every part of a log to the next older one; keep `files`. Raises OSError."""
+    """Rename a log to part 1 and each part to the next number, and delete the oldest, so that at
+    most `files` remain with the new log. Raises OSError.
+    """
     for age, part in sorted(_rotated(path), reverse=True):
         if age >= files - 1:
             part.unlink(missing_ok=True)

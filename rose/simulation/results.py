@@ -129,7 +129,9 @@ class RunResult:
 
     @classmethod
     def of_steps(cls, steps: Sequence[StepResult], **figures: Any) -> "RunResult":  # noqa: ANN401
-        """Return the result with rates computed from its steps. figures: all other fields."""
+        """Return the result with tokens/s and steps/h computed from its steps, without the first if
+        there are others. figures: the other fields.
+        """
         # The first step alone waits for new leases and fills caches, so it does not count.
         counted = steps[1:] or steps
         took_s = sum(step.seconds for step in counted)

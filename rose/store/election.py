@@ -74,7 +74,7 @@ def address_of(entry: StoreEntry | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ElectionTick:
-    """Event for the election state machine: time passed."""
+    """Event without data for the election state machine: time passed, so deadlines are checked."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -316,7 +316,9 @@ class Relays:
         self._until_s = -math.inf
 
     def changed(self) -> None:
-        """Record that a node attached, detached or broke a silence, so that relays may differ."""
+        """Make the next `told` compute the relay lists anew: a node attached, detached, or was heard
+        again after a silence.
+        """
         self._until_s = -math.inf
 
     def told(self, nodes: Callable[[], Sequence[NodeView]], now_s: float) -> list[Command]:

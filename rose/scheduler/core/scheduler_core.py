@@ -357,7 +357,9 @@ class SchedulerCore:
         return actions
 
     def _recall(self, event: Tick, now_s: float) -> None:
-        """List nodes that leased to an earlier leader in the last day as known but not attached."""
+        """Add nodes from which an earlier leader leased in the last day to the known nodes that are
+        away.
+        """
         if self._stored_nodes and event.wall_s is not None:
             since_s = event.wall_s - FORGOTTEN_S
             lately = [node for node, at_s in self._stored_nodes.items() if at_s >= since_s]

@@ -141,7 +141,7 @@ class ModelledKv:
         return self.units - self.used - self.cached
 
     def need(self, tokens: int) -> int:
-        """Return the number of units that so many tokens take."""
+        """Return the number of KV units that hold so many tokens, rounded up."""
         return -(-tokens // self.unit_tokens)
 
     def allocate(self, units: int) -> bool:
