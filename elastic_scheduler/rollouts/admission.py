@@ -77,8 +77,8 @@ class GroupAge:
         row.stamped = True
 
     def end_turn(self, turn: int) -> None:
-        """End a running turn and count its oldest token version for its sample; ignore a turn that got
-        no tokens or is unknown.
+        """End a running turn and count its oldest token version for its sample; ignore a turn that
+        got no tokens or is unknown.
         """
         row = self._turns.pop(turn, None)
         if row is not None and row.stamped:

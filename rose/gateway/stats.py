@@ -61,7 +61,9 @@ class LeaseLatencyClock:
 
     @property
     def measured(self) -> list[LeaseLatency]:
-        """Newest lease latency of each replica, until `told` says that the scheduler has received it."""
+        """Newest lease latency of each replica, until `told` says that the scheduler has received
+        it.
+        """
         return list(self._measured.values())
 
     def told(self, replica: str, epoch: int) -> None:

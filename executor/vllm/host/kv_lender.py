@@ -111,7 +111,7 @@ class HostMemoryLendingPool(LendingPool, HostMemoryPool):
 
     @property
     def free(self) -> KvFree:
-        """Blocks that no request uses, plain and cached, and lent granules."""
+        """Counts of plain and of cached blocks that no request uses, and of lent granules."""
         queue = self._queue
         cached = queue.num_free_blocks - queue.lent_blocks - queue.num_plain_blocks
         return KvFree(queue.num_plain_blocks, cached, len(self.held))
@@ -133,7 +133,7 @@ class CudaLendingPool(LendingPool):
 
     @property
     def free(self) -> KvFree:
-        """Blocks that no request uses, plain and cached, and lent granules."""
+        """Counts of plain and of cached blocks that no request uses, and of lent granules."""
         plain = self._queue.num_plain_blocks
         return KvFree(plain, self._queue.num_free_blocks - plain, len(self.held))
 

@@ -105,8 +105,8 @@ class TokenStream:
         return held if self.text is None else held + self.text.size_bytes
 
     def tell(self) -> None:
-        """Wake the readers that wait for tokens, and those that wait for the end if the turn is over,
-        and call all listeners.
+        """Wake the readers that wait for tokens, and those that wait for the end if the turn is
+        over, and call all listeners.
         """
         waiters, self._waiters = self._waiters, []
         if self._ended and self.over:

@@ -316,8 +316,8 @@ class Relays:
         self._until_s = -math.inf
 
     def changed(self) -> None:
-        """Make the next `told` compute the relay lists anew: a node attached, detached, or was heard
-        again after a silence.
+        """Make the next `told` compute the relay lists anew: a node attached, detached, or was
+        heard again after a silence.
         """
         self._until_s = -math.inf
 
