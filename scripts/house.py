@@ -35,6 +35,7 @@ FLOORS: Final = (
     "rose/operate rose/store rose/weight_distribution",
     "rose/gateway rose/node rose/scheduler",
     "rose/controller rose/dashboard rose/integrations rose/profile rose/simulation",
+    "rose/advise",
     "rose/cli",
     "rose/command rose/main",
     "bench",

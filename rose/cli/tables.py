@@ -9,8 +9,8 @@ from rose.operate.fleet import (
     HostRow,
     Job,
     Mode,
-    NodeRow,
     NodeState,
+    NodeStatus,
     ReplicaRow,
     names,
 )
@@ -97,8 +97,8 @@ def headlines(fleet: Fleet) -> tuple[Said, ...]:
     return tuple(lines)
 
 
-def _releases(nodes: Iterable[NodeRow]) -> str:
-    by: dict[str, list[NodeRow]] = {}
+def _releases(nodes: Iterable[NodeStatus]) -> str:
+    by: dict[str, list[NodeStatus]] = {}
     for node in nodes:
         by.setdefault(node.release or "an older one", []).append(node)
     return "; ".join(f"{release}: {names(found)}" for release, found in sorted(by.items()))
@@ -112,7 +112,7 @@ NODE_COLUMNS = (
 )  # fmt: skip
 
 
-def nodes_table(fleet: Fleet, nodes: Sequence[NodeRow]) -> Table:
+def nodes_table(fleet: Fleet, nodes: Sequence[NodeStatus]) -> Table:
     """Return a table with a row for each host of each node: latencies against their targets, load,
     and lent capacity.
     """
@@ -131,7 +131,7 @@ def nodes_table(fleet: Fleet, nodes: Sequence[NodeRow]) -> Table:
 
 
 def _node_row(
-    fleet: Fleet, node: NodeRow, host: HostRow | None, replicas: Sequence[ReplicaRow]
+    fleet: Fleet, node: NodeStatus, host: HostRow | None, replicas: Sequence[ReplicaRow]
 ) -> tuple[Said, ...]:
     capacity = node.capacity
     leased = [r for r in replicas if r.is_guest and r.lease is not None]
@@ -197,7 +197,7 @@ def _latency(host: HostRow, at_s: float, target_s: float, digits: int) -> Said:
     return TonedText(text, Tone.CARE) if at_s <= target_s else TonedText(f"{text} MISSED", Tone.BAD)
 
 
-def host_name(node: NodeRow, host: HostRow | None) -> str:
+def host_name(node: NodeStatus, host: HostRow | None) -> str:
     """Return the node's name, `serving-0`, or `serving-0/chat` for a host that has a name of its
     own.
     """

@@ -107,7 +107,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeRow:
+class NodeStatus:
     """Machine of the fleet. confirms: it confirms new modes; confirmed_s: how long that took.
 
     heard_s: seconds since its last message, None if unknown. release: its ROSE version.
@@ -234,11 +234,11 @@ class Fleet:
     overrides: Mapping[str, Mode]
     troubles: tuple[str, ...]
     store_stalled_s: float
-    nodes: tuple[NodeRow, ...]
+    nodes: tuple[NodeStatus, ...]
     replicas: tuple[ReplicaRow, ...]
     jobs: tuple[Job, ...]
 
-    def node(self, name: str) -> NodeRow | None:
+    def node(self, name: str) -> NodeStatus | None:
         """Return the node of that name, None if it is unknown."""
         return next((node for node in self.nodes if node.name == name), None)
 
@@ -250,7 +250,7 @@ class Fleet:
         return found
 
     @property
-    def skewed(self) -> list[NodeRow]:
+    def skewed(self) -> list[NodeStatus]:
         """Attached nodes that run another ROSE release than the scheduler."""
         return [
             node
@@ -306,7 +306,7 @@ def fleet_of(snapshot: pb.SnapshotReply) -> Fleet:
     )
 
 
-def _nodes(snapshot: pb.SnapshotReply) -> list[NodeRow]:
+def _nodes(snapshot: pb.SnapshotReply) -> list[NodeStatus]:
     hosts: dict[str, list[HostRow]] = {}
     for host in snapshot.hosts:
         hosts.setdefault(host.node, []).append(_host(host))
@@ -318,7 +318,7 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[NodeRow]:
     away = {node.node: node.away_s for node in snapshot.away}
     names = attached.keys() | hosts.keys() | capacity.keys() | of_node.keys()
     found = [
-        NodeRow(name, NodeState.AWAY, away_s, "", "", False, None, (), None, ())
+        NodeStatus(name, NodeState.AWAY, away_s, "", "", False, None, (), None, ())
         for name, away_s in away.items()
         if name not in names
     ]
@@ -327,7 +327,7 @@ def _nodes(snapshot: pb.SnapshotReply) -> list[NodeRow]:
         heard_s = said.silent_s if name in attached else None
         silent = heard_s is not None and heard_s > SILENT_S
         found.append(
-            NodeRow(
+            NodeStatus(
                 name,
                 NodeState.SILENT if silent else NodeState.ATTACHED,
                 heard_s,
@@ -404,7 +404,7 @@ def _run(run: pb.RunView) -> RunRow:
     return read(RunRow, run, since_unix_s=run.since_s, state=state)
 
 
-def names(found: Iterable[NodeRow | ReplicaRow | Job], most: int = 5) -> str:
+def names(found: Iterable[NodeStatus | ReplicaRow | Job], most: int = 5) -> str:
     """Return the names as a text, `a, b, c and 7 more`, with at most `most` of them."""
     every = sorted(each.name for each in found)
     more = f" and {len(every) - most} more" if len(every) > most else ""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from rose.operate.fleet import Fleet, NodeRow, NodeState, ReplicaRow
+from rose.operate.fleet import Fleet, NodeState, NodeStatus, ReplicaRow
 
 # The longest `staleAfter` that a policy may say: a node without a scheduler lends nothing then.
 STALE_AFTER_S: Final = 5.0
@@ -151,7 +151,7 @@ def proof_of(fleet: Fleet) -> Proof:
     )
 
 
-def _unheard(node: NodeRow, guests: list[ReplicaRow]) -> bool:
+def _unheard(node: NodeStatus, guests: list[ReplicaRow]) -> bool:
     """Return True if the node is not known to hold with nothing left on it."""
     if node.state is NodeState.AWAY:
         return True

@@ -11,7 +11,7 @@ from rose.cli.tables import headlines, nodes_table, replicas_table
 from rose.command_line.output import View, add_output_options, show
 from rose.command_line.parser import Parser
 from rose.errors import RefusedError
-from rose.operate.fleet import Fleet, NodeRow, ReplicaRow, fleet_of
+from rose.operate.fleet import Fleet, NodeStatus, ReplicaRow, fleet_of
 
 
 def parser(prog: str) -> Parser:
@@ -65,7 +65,7 @@ def _replicas(fleet: Fleet, args: argparse.Namespace) -> View:
     return View(found, lines, (replicas_table(found),))
 
 
-Named = TypeVar("Named", NodeRow, ReplicaRow)
+Named = TypeVar("Named", NodeStatus, ReplicaRow)
 
 
 def _chosen(found: Sequence[Named], names: Sequence[str], what: str) -> Sequence[Named]:

@@ -33,7 +33,7 @@ from rose.command_line.output import (
 from rose.command_line.output import Format as OutputFormat
 from rose.command_line.parser import Parser
 from rose.errors import RefusedError
-from rose.operate.fleet import Fleet, HostRow, NodeRow, NodeState, ReplicaRow, fleet_of
+from rose.operate.fleet import Fleet, HostRow, NodeState, NodeStatus, ReplicaRow, fleet_of
 
 BAR: Final = 10
 # Time over which the only frame in a pipe has rates.
@@ -153,7 +153,7 @@ def fitted_view(view: View, height: int) -> RenderableType:
     return Group(drawn, rendered(View(None, (TonedText(note, Tone.FAINT),))))
 
 
-def _urgency(node: NodeRow) -> tuple[float, str]:
+def _urgency(node: NodeStatus) -> tuple[float, str]:
     """Return a sort key that puts nodes with hosts beyond or near their targets first, then by
     name.
     """
@@ -161,7 +161,7 @@ def _urgency(node: NodeRow) -> tuple[float, str]:
 
 
 def node_rows(
-    frame: Frame, node: NodeRow, replicas: Sequence[ReplicaRow]
+    frame: Frame, node: NodeStatus, replicas: Sequence[ReplicaRow]
 ) -> Iterator[tuple[Said, ...]]:
     """Yield a row for each of the node's hosts (one without any), then one for each of its
     replicas.
@@ -183,7 +183,7 @@ def node_rows(
         yield _guest_row(frame, replica)
 
 
-def _does(node: NodeRow, host: HostRow | None) -> Said:
+def _does(node: NodeStatus, host: HostRow | None) -> Said:
     if node.state is not NodeState.ATTACHED:
         return toned(node.state.value)
     if host is None:
@@ -191,7 +191,7 @@ def _does(node: NodeRow, host: HostRow | None) -> Said:
     return f"serves {host.running}+{host.waiting}"
 
 
-def _held_back(node: NodeRow) -> Said:
+def _held_back(node: NodeStatus) -> Said:
     if node.state is not NodeState.ATTACHED:
         return TonedText(f"last heard {ago(node.heard_s)} ago", Tone.CARE)
     limits = node.capacity.limits if node.capacity else ()

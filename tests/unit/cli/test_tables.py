@@ -8,7 +8,7 @@ from rose.cli.cluster.policy import NodePolicy, explained
 from rose.cli.cluster.top import Frame, Rates, bar, fitted_view, frame_view
 from rose.cli.tables import headlines, nodes_table, replicas_table, tpot, ttft, version
 from rose.command_line.output import Table, Tone, TonedText, text_of
-from rose.operate.fleet import Engine, Fleet, HostRow, NodeRow, ReplicaRow, capacity_of, fleet_of
+from rose.operate.fleet import Engine, Fleet, HostRow, NodeStatus, ReplicaRow, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
 
 GIB = 1 << 30
@@ -43,7 +43,7 @@ def cells(table: Table) -> list[dict[str, str]]:
     return [dict(zip(table.columns, map(str, row), strict=True)) for row in table.rows]
 
 
-def nodes(*found: NodeRow) -> list[dict[str, str]]:
+def nodes(*found: NodeStatus) -> list[dict[str, str]]:
     return cells(nodes_table(fleet(), found))
 
 
