@@ -191,12 +191,6 @@ class _Message(msgspec.Struct, gc=False):
     reasoning: None = None
 
 
-class _WholeChat(OpenAIWhole, gc=False, kw_only=True):
-    prompt_logprobs: wire.PromptPlaces | None
-    prompt_token_ids: list[int] | None
-    prompt_text: None = None
-
-
 class ChatAnswer(OpenAIResponse):
     """Writer of the answer to a `/v1/chat/completions` request, whole or streamed; each turn is one
     choice.
@@ -259,12 +253,13 @@ class ChatAnswer(OpenAIResponse):
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
         return wire.encode(
-            _WholeChat(
+            OpenAIWhole(
                 **{**self.head(streams[0]), "object": "chat.completion"},
                 choices=self._choices,
                 usage=wire.TokenUsage(*self.usage(streams)),
                 prompt_logprobs=wire.prompt_places(streams[0]),
                 prompt_token_ids=self._prompt if self._ids else None,
+                prompt_text=None,
             )
         )
 

@@ -131,7 +131,9 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
 
 
 class OpenAIWhole(msgspec.Struct, gc=False, kw_only=True):
-    """JSON body of a whole (not streamed) answer: the fields that both OpenAI routes have."""
+    """JSON body of a whole (not streamed) answer, in the order of vLLM's fields; those of the
+    prompt are the chat route's alone.
+    """
 
     id: str
     object: str
@@ -141,6 +143,9 @@ class OpenAIWhole(msgspec.Struct, gc=False, kw_only=True):
     service_tier: None = None
     system_fingerprint: None = None
     usage: wire.TokenUsage
+    prompt_logprobs: wire.PromptPlaces | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_text: msgspec.UnsetType | None = msgspec.UNSET
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     metrics: None = None
@@ -275,7 +280,14 @@ class CompletionAnswer(OpenAIResponse):
 
     def choice(self, index: int, stream: TokenStream) -> dict[str, Any]:
         fields = self._fields(index, stream, 0, len(stream.tokens))
-        return {**fields, "prompt_logprobs": wire.prompt_places(stream), "routed_experts": None}
+        prompt, versions = fields.pop("prompt_token_ids"), fields.pop("versions")
+        return {
+            **fields,
+            "prompt_logprobs": wire.prompt_places(stream),
+            "prompt_token_ids": prompt,
+            "routed_experts": None,
+            "versions": versions,
+        }
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
         head, usage = self.head(streams[0]), wire.TokenUsage(*self.usage(streams))

@@ -65,6 +65,39 @@ async def test_token_prompts_need_no_tokenizer_and_answer_with_ids() -> None:
     assert "--tokenizer DIR" in refused["error"]["message"]
 
 
+HEAD = "id object created model choices service_tier system_fingerprint usage"
+TAIL = "kv_transfer_params ec_transfer_params metrics"
+CHOICE = "finish_reason stop_reason token_ids"
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt", "keys", "choice"),
+    [
+        (
+            COMPLETIONS,
+            {"prompt": "xyzA"},
+            f"{HEAD} {TAIL}",
+            f"index text logprobs {CHOICE} prompt_logprobs prompt_token_ids"
+            " routed_experts versions",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "hi"}]},
+            f"{HEAD} prompt_logprobs prompt_token_ids prompt_text {TAIL}",
+            f"index message logprobs {CHOICE} routed_experts versions",
+        ),
+    ],
+)
+async def test_keys_come_in_the_order_of_vllms(
+    texty: Any, path: str, prompt: dict[str, Any], keys: str, choice: str
+) -> None:
+    _, gw = texty
+    async with aiohttp.ClientSession(base_url(gw)) as session:
+        _, answer, _ = await ask(session, path, {**prompt, "max_tokens": 3})
+    assert " ".join(answer) == keys
+    assert " ".join(answer["choices"][0]) == choice
+
+
 async def test_the_openai_client_completes_chats_and_streams(texty: Any) -> None:
     _, gw = texty
     url = f"{base_url(gw)}/v1"
