@@ -223,15 +223,23 @@ def observe(books: Books, now_s: float, *, budgets: bool) -> Observed:
     )
 
 
+def _live_replicas(books: Books, now_s: float) -> Iterator[tuple[Offer, Lease | None, bool]]:
+    """Yield each live offer in the order of replica ids, with the lease under which turns may run
+    and True if the replica's health allows turns.
+    """
+    active, takes_turns = books.leasing.active, books.healths.takes_turns
+    for offer in books.fleet.live_offers(now_s).values():
+        lease = active(offer.replica, now_s)
+        yield offer, lease, takes_turns(offer.replica, lease.job if lease else "")
+
+
 def replicas_seen(books: Books, now_s: float) -> tuple[ReplicaSeen, ...]:
     """Return all replicas with live offers, with their leases, in the order of replica ids."""
-    leasing, takes_turns = books.leasing, books.healths.takes_turns
-    seen = []
-    for offer in books.fleet.live_offers(now_s).values():
-        name, lease = offer.replica, leasing.active(offer.replica, now_s)
-        turns = takes_turns(name, lease.job if lease else "")
-        seen.append(ReplicaSeen(offer, leasing.leased_to(name), lease, turns))
-    return tuple(seen)
+    holder = books.leasing.leased_to
+    return tuple(
+        ReplicaSeen(offer, holder(offer.replica), lease, turns)
+        for offer, lease, turns in _live_replicas(books, now_s)
+    )
 
 
 def _node(view: NodeView, books: Books, now_s: float) -> NodeSeen:
@@ -393,9 +401,9 @@ def _stricter(
     ]
 
 
-def replica_rows(replicas: Iterable[ReplicaSeen]) -> list[pb.Replica]:
-    """Return the row of the gateways' table for each replica."""
-    return [_replica(each) for each in replicas]
+def replica_rows(books: Books, now_s: float) -> list[pb.Replica]:
+    """Return the row of the gateways' table for each replica with a live offer."""
+    return [_replica(*live) for live in _live_replicas(books, now_s)]
 
 
 def snapshot(seen: Observed) -> pb.SnapshotReply:
@@ -405,7 +413,7 @@ def snapshot(seen: Observed) -> pb.SnapshotReply:
     """
     telemetry = [node.telemetry for node in seen.nodes]
     return pb.SnapshotReply(
-        replicas=replica_rows(seen.replicas),
+        replicas=[_replica(each.offer, each.lease, each.takes_turns) for each in seen.replicas],
         leases=[
             pb.LeaseView(
                 id=each.lease.id,
@@ -464,8 +472,7 @@ def _by_name(seen: Observed) -> list[NodeSeen]:
     return sorted(seen.nodes, key=lambda node: node.node)
 
 
-def _replica(seen: ReplicaSeen) -> pb.Replica:
-    offer, lease = seen.offer, seen.lease
+def _replica(offer: Offer, lease: Lease | None, takes_turns: bool) -> pb.Replica:
     return pb.Replica(
         id=offer.replica,
         kind=KIND_TO[offer.kind],
@@ -475,7 +482,7 @@ def _replica(seen: ReplicaSeen) -> pb.Replica:
         lease_epoch=lease.epoch if lease else 0,
         policy_version=offer.policy_version,
         max_sequences=offer.max_sequences,
-        healthy=seen.takes_turns,
+        healthy=takes_turns,
         job=lease.job if lease else "",
         held_job=offer.job,
         model=offer.model,

@@ -73,7 +73,6 @@ from rose.scheduler.core.observed import (
     observe,
     policy_views,
     replica_rows,
-    replicas_seen,
     snapshot,
 )
 from rose.scheduler.core.runs import RunBook
@@ -555,7 +554,7 @@ class SchedulerCore:
         self._made_s, self._news = now_s, False
         table = pb.ReplicaTable(
             revision=self._table.revision,
-            replicas=replica_rows(replicas_seen(self._books, now_s)),
+            replicas=replica_rows(self._books, now_s),
             latest_version=self._jobs.chain(self._only_job).latest,
             jobs=[
                 pb.JobRow(
