@@ -33,7 +33,7 @@ COVERED: Final = 0.95
 class Assumed:
     """Facts that metrics do not have.
 
-    cards: GPUs of one engine. table: published table to use, by model; a model that is not named
+    cards: GPUs of one engine. tables: published table to use, by model; a model that is not named
     has that of "", or the one nearest to the size in its name. price: of a GPU-hour. ttft_s,
     tpot_s: promised to users.
     """
@@ -54,7 +54,8 @@ class Assumed:
 
     def table(self, model: str) -> str:
         """Return the published table for a model. Raises ConfigError where its name has no size."""
-        given = dict(self.tables).get(model, dict(self.tables).get(""))
+        tables = dict(self.tables)
+        given = tables.get(model, tables.get(""))
         if given is not None:
             return given
         size = re.search(r"(\d+(?:\.\d+)?)\s*b(?![a-z])", model, re.IGNORECASE)

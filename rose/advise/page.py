@@ -1,10 +1,9 @@
 """Page of an advice: one HTML file with its plots inside, to hand on."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rose.advise.advice import DeploymentAdvice, LendingAdvice
-from rose.advise.usage import UsageStep
+from rose.advise.usage import idle_share
 
 WIDTH, HEIGHT = 720, 120
 MOST_BARS = 180
@@ -28,14 +27,9 @@ def bars(each: DeploymentAdvice) -> list[tuple[float, float, float, str]]:
     groups = [moments[at : at + size] for at in range(0, len(moments), size)]
     found = []
     for number, group in enumerate(groups):
-        idle = _idle(group)
+        idle = idle_share(group)
         high = idle * HEIGHT
         x = WIDTH * number / len(groups)
         hours = (group[0].at_s - moments[0].at_s) / 3_600
         found.append((x, HEIGHT - high, high, f"after {hours:.1f} h: {idle:.0%} idle"))
     return found
-
-
-def _idle(group: Sequence[UsageStep]) -> float:
-    engines = sum(each.engines for each in group)
-    return sum(each.engines * each.idle for each in group) / engines if engines else 0.0

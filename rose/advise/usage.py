@@ -87,8 +87,13 @@ class DeploymentUsage:
     @property
     def idle(self) -> float:
         """Share of the engines' time in which no request ran."""
-        engines = sum(each.engines for each in self.moments)
-        return sum(each.engines * each.idle for each in self.moments) / engines if engines else 0.0
+        return idle_share(self.moments)
+
+
+def idle_share(moments: Sequence[UsageStep]) -> float:
+    """Return the share of the engines' time in which no request ran, 0 without any engine."""
+    engines = sum(each.engines for each in moments)
+    return sum(each.engines * each.idle for each in moments) / engines if engines else 0.0
 
 
 class PrometheusHistory:

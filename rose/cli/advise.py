@@ -9,21 +9,17 @@ It only reads. Exit code 2, with one line, for bad input; 4 if nothing answers.
 
 import argparse
 import time
-import urllib.error
 from datetime import UTC, datetime
-from http.client import HTTPException
 from pathlib import Path
 
 from rose.advise import Assumed, DeploymentAdvice, LendingAdvice, advice_of
 from rose.advise.page import page_of
 from rose.advise.usage import PrometheusHistory, trace_usage, watched_usages
+from rose.cli.options import metrics_text
 from rose.command_line.output import Format, Table, View, add_output_options, note, write
 from rose.command_line.parser import Parser
-from rose.direct_http import open_directly
-from rose.errors import ConfigError, UnavailableError
+from rose.errors import ConfigError
 
-READ_S = 5.0
-MOST_PAGE_BYTES = 16 << 20
 DAYS, FOR_S, EVERY_S = 7.0, 600.0, 5.0
 BY = "namespace,model_name"
 
@@ -84,7 +80,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.for_s < EVERY_S:
             raise ConfigError(f"--for-s is {args.for_s:g}; give {EVERY_S:g} seconds or more")
         note(f"reading {len(args.metrics)} engines for {args.for_s:g} s")
-        usages = watched_usages(args.metrics, args.for_s, EVERY_S, _read)
+        usages = watched_usages(args.metrics, args.for_s, EVERY_S, metrics_text)
     else:
         if args.gpus is None:
             raise ConfigError("--gpus is missing: how many GPUs serve the trace")
@@ -171,11 +167,3 @@ def _token(file: Path) -> str:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--token-file {file}: {error}") from error
-
-
-def _read(url: str) -> str:
-    try:
-        with open_directly(url, READ_S) as reply:
-            return reply.read(MOST_PAGE_BYTES).decode("utf-8", "replace")
-    except (urllib.error.URLError, OSError, HTTPException, ValueError) as error:
-        raise UnavailableError(f"{url} does not answer: {error}") from error

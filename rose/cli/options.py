@@ -1,12 +1,17 @@
-"""Options that several commands share: the scheduler's address and the caller's certificate."""
+"""Options that several commands share, and the text at an address of `--metrics`."""
 
 import argparse
+from http.client import HTTPException
 from typing import Final
 
+from rose.direct_http import open_directly
+from rose.errors import UnavailableError
 from rose.operate.client import PolicyClient
 from rose.security.certificates import add_certificate_options, taken_certificates
 
 DEFAULT_SCHEDULER: Final = "127.0.0.1:7400"
+METRICS_S: Final = 5.0
+MOST_METRICS_BYTES: Final = 16 << 20
 
 
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
@@ -30,3 +35,12 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
 def client_of(args: argparse.Namespace) -> PolicyClient:
     """Return a client of the scheduler that parsed options name."""
     return PolicyClient(args.scheduler, certificates=taken_certificates(vars(args)))
+
+
+def metrics_text(url: str) -> str:
+    """Return the Prometheus text at a URL that `--metrics` names. Raises UnavailableError."""
+    try:
+        with open_directly(url, METRICS_S) as reply:
+            return reply.read(MOST_METRICS_BYTES).decode("utf-8", "replace")
+    except (OSError, HTTPException, ValueError) as error:
+        raise UnavailableError(f"{url} does not answer ({error}); check --metrics") from error

@@ -9,11 +9,9 @@ import argparse
 import json
 import signal
 import sys
-import urllib.error
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 from typing import cast
@@ -22,19 +20,16 @@ from urllib.parse import urlsplit
 from rich.table import Table
 
 from rose.cli.exit_codes import ExitCode
-from rose.cli.options import add_scheduler_options, client_of
+from rose.cli.options import add_scheduler_options, client_of, metrics_text
 from rose.command_line.output import console_of, say
 from rose.command_line.parser import Parser
 from rose.compare.node_metrics import HostReading, reading_of
 from rose.compare.run import ComparisonRun, Plan, Switches, shown_plan
 from rose.compare.verdict import Comparison, ComparisonLimits, Finding, PairRead, Verdict, compared
-from rose.direct_http import open_directly
-from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.errors import ConfigError, RefusedError
 from rose.operate.client import PolicyClient
 from rose.rpc import rose_pb2 as pb
 
-READ_S = 5.0
-MOST_PAGE_BYTES = 16 << 20
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -146,12 +141,7 @@ def _reader(url: str, host: str) -> Callable[[], HostReading]:
         raise ConfigError(f"--metrics {url} is no URL; write http://HOST:PORT/metrics")
 
     def read() -> HostReading:
-        try:
-            with open_directly(url, READ_S) as reply:
-                text = reply.read(MOST_PAGE_BYTES).decode("utf-8", "replace")
-        except (OSError, HTTPException, urllib.error.URLError) as error:
-            raise UnavailableError(f"{url} does not answer ({error}); check --metrics") from error
-        return reading_of(text, host)
+        return reading_of(metrics_text(url), host)
 
     return read
 
