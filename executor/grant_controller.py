@@ -32,7 +32,7 @@ from executor.kv.lending import (
 from executor.kv.reclaim_ladder import OverdueTimer
 from executor.kv.shrink_plan import NO_CAP
 
-# In each such window a guest may begin steps for its share of it.
+# Length of a window; in each a guest may begin steps for its share of it.
 COMPUTE_WINDOW_NS: Final = 1_000_000_000
 
 

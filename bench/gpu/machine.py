@@ -29,7 +29,7 @@ EVERY_S = 0.5
 REHEARSAL_PLACE = "cpu"
 REHEARSAL_OUT, REHEARSAL_LOGS = Path("out/gpu-rehearsal/results"), Path("out/gpu-rehearsal/logs")
 MARK = "ROSE_GPU_PIECES"
-"""In the environment of everything that a piece starts: the id of the process that runs pieces."""
+"""Variable in the environment of all that a piece starts: the process id of what runs pieces."""
 
 
 def chosen(cards: tuple[Card, ...], wanted: int | None) -> Card:

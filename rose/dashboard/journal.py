@@ -38,7 +38,7 @@ ASKED: Final = {
 }
 # Changes of what may be lent: pages show them at once. The request says whose they are.
 ACTS: Final = frozenset({"SetHarvestRequest", "ApplyPolicyRequest", "DeletePolicyRequest"})
-# In the order in which they are told; all others stay in the audit log.
+# Fields of a record that pages show, in this order; all others stay in the audit log.
 _TOLD: Final = (
     "mode", "would", "policy", "job", "replica", "version", "parent", "run", "epoch", "reason",
     "why", "message", "method", "answer",

@@ -49,6 +49,16 @@ class AnswerSink(Protocol):
         """Stop reading the request while the engine's socket is full (`held`), or read on."""
 
 
+def hold_reading(transport: asyncio.Transport | None, held: bool) -> None:
+    """Stop reading from a socket that is open (`held`), or read on."""
+    if transport is None or transport.is_closing():
+        return
+    if held:
+        transport.pause_reading()
+    else:
+        transport.resume_reading()
+
+
 class EngineConnection(HttpConnection[AnswerSink]):
     """One HTTP connection of the proxy to an engine on loopback."""
 
@@ -58,12 +68,7 @@ class EngineConnection(HttpConnection[AnswerSink]):
 
     def hold(self, held: bool) -> None:
         """Stop reading the answer while the caller's socket is full (`held`), or read on."""
-        if self._transport is None or self._transport.is_closing():
-            return
-        if held:
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
+        hold_reading(self._transport, held)
 
     def took(self, receiver: AnswerSink, data: bytes) -> None:
         receiver.answer(data)
@@ -278,12 +283,7 @@ class CallerConnection(asyncio.Protocol):
         self.abort()
 
     def hold(self, held: bool) -> None:
-        if self._transport is None or self._transport.is_closing():
-            return
-        if held:
-            self._transport.pause_reading()
-        else:
-            self._transport.resume_reading()
+        hold_reading(self._transport, held)
 
     # ---- inside ----
 

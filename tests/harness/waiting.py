@@ -1,4 +1,7 @@
-"""Waits of tests for other processes and tasks, with a bound that says what was missing."""
+"""Waits of tests for other processes and tasks, with a bound that says what was missing.
+
+And a clock that a test sets.
+"""
 
 import asyncio
 import time
@@ -26,3 +29,16 @@ async def until_async(
         assert time.monotonic() - began_s < within_s, f"not within {within_s} s: {what}"
         await asyncio.sleep(every_s)
     return time.monotonic() - began_s
+
+
+class HandClock:
+    """Clock that shows what a test writes into `now_s`."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def ns(self) -> int:
+        return int(self.now_s * 1e9)

@@ -355,8 +355,8 @@ class ServingFluid:
         engine = self._pool.engine
         self._turn = (self._turn + _GOLDEN) % 1.0
         begin_s = max(request.arrival_s + now.queue_s, self._free_s[0])
-        # In a step of the host's own it waits for the rest of it; else for none, but a guest that
-        # is in a step has half of the card until that ends.
+        # A request that comes during a step of the host waits for the rest of that step. Any other
+        # waits for none, but a guest that is in a step has half of the card until that step ends.
         in_step = self._turn < now.busy
         chunks = -(-request.prompt_tokens // engine.max_step_tokens)
         prefill_s = chunks * (now.step_s if in_step else engine.profile.base_s / now.speed)

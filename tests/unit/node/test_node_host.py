@@ -18,7 +18,7 @@ from rose.node import host as host_watch
 from rose.node.config import HostConfig
 from rose.node.host import STALE_S, Host, HostLoad, HostProcess, HostScrape, watch
 from rose.process.procfs import ProcessIdentity, pid_namespace
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, HandClock
 
 # ---- without the plugin ----
 
@@ -187,17 +187,6 @@ def test_numbers_of_another_namespace_say_nothing(change: dict[str, int]) -> Non
 
 
 # ---- requests and load ----
-
-
-class HandClock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def ns(self) -> int:
-        return int(self.now_s * 1e9)
 
 
 def test_requests_count_by_both_targets(tmp_path: Path) -> None:

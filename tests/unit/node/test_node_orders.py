@@ -20,6 +20,7 @@ from rose.node.weight_updates import STEPS_KEPT, AnnouncedVersions, KnownVersion
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.messages import JobRegistered, VersionAnnounced
 from rose.security.audit_log import audit_file, opened, read, verify
+from tests.harness.waiting import HandClock
 
 BENCH = {"kind": "dedicated"}
 GOOD = [
@@ -132,17 +133,6 @@ async def test_a_stored_version_that_cannot_be_fetched_ends_no_daemon_at_any_sta
 
 
 # ---- caps ----
-
-
-class HandClock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def ns(self) -> int:
-        return int(self.now_s * 1e9)
 
 
 def test_caps_replace_those_before_and_what_is_left_out_is_not_bounded() -> None:

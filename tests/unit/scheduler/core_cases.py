@@ -1,6 +1,6 @@
 """A scheduler core with a hand-turned clock, and shorthands for what it is told and says."""
 
-from elastic_scheduler import HarvestMode, Offer, ReplicaKind
+from elastic_scheduler import HarvestMode, Offer, ReplicaKind, make_policy
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.job_registry import with_standing
 from rose.scheduler.core.leasing import LeaseTimes
@@ -139,3 +139,13 @@ class CoreBench:
     def row(self, replica: str = "g0") -> pb.Replica:
         [found] = [row for row in self.table.replicas if row.id == replica]
         return found
+
+
+def bench_with(policy: str) -> CoreBench:
+    """Return a bench with a job and a node, whose scheduler leases by this policy."""
+    bench = CoreBench()
+    times = LeaseTimes(5.0, 1.0, 1.0)
+    bench.core = SchedulerCore(load(()), HarvestMode.ACTIVE, times, make_policy(policy))
+    bench.with_job()
+    bench.attach()
+    return bench

@@ -8,10 +8,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from core_cases import JOB, CoreBench, offer
+from core_cases import JOB, CoreBench, bench_with, offer
 from service_cases import Bench, FakeNode, shows
 
-from elastic_scheduler import HarvestMode, LeaseDecision, Offer, Situation, SwitchKind, make_policy
+from elastic_scheduler import HarvestMode, LeaseDecision, Offer, Situation, SwitchKind
 from elastic_scheduler.capacity import CapacityPolicy
 from elastic_scheduler.policies.baselines import SpotPolicy
 from elastic_scheduler.policies.rose import RosePolicy
@@ -212,15 +212,6 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
 
     monkeypatch.setattr("elastic_scheduler.policies.baselines.SpotPolicy.switched", switched)
     return told
-
-
-def bench_with(policy: str) -> CoreBench:
-    bench = CoreBench()
-    times = LeaseTimes(5.0, 1.0, 1.0)
-    bench.core = SchedulerCore(load(()), HarvestMode.ACTIVE, times, make_policy(policy))
-    bench.with_job()
-    bench.attach()
-    return bench
 
 
 def test_a_lease_is_measured_once_and_only_the_one_that_lives(

@@ -6,11 +6,11 @@ The stories are in tests/traces/scheduler.
 from pathlib import Path
 
 import pytest
-from core_cases import JOB, CoreBench, offer
+from core_cases import JOB, CoreBench, bench_with, offer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_scheduler import HarvestMode, ReplicaKind, make_policy
+from elastic_scheduler import HarvestMode, ReplicaKind
 from rose.errors import ConfigError, RefusedError
 from rose.logs.eventlog import EventLog
 from rose.main.scheduler import settings_of
@@ -18,7 +18,7 @@ from rose.node.scheduler_session import NodeIdentity, SchedulerSession, _apart
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler import wire
 from rose.scheduler.core.fleet import FORGOTTEN_S, LAPSED_S
-from rose.scheduler.core.leasing import SETTLE_S, LeaseTimes
+from rose.scheduler.core.leasing import SETTLE_S
 from rose.scheduler.core.messages import (
     Attached,
     Command,
@@ -212,15 +212,6 @@ def test_whatever_happens_epochs_grow_and_only_active_modes_lend(
 
 
 # ---- policy and health ----
-
-
-def bench_with(policy: str) -> CoreBench:
-    bench = CoreBench()
-    times = LeaseTimes(5.0, 1.0, 1.0)
-    bench.core = SchedulerCore(load(()), HarvestMode.ACTIVE, times, make_policy(policy))
-    bench.with_job()
-    bench.attach()
-    return bench
 
 
 def test_fixed_leases_dedicated_replicas_only() -> None:
