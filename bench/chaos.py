@@ -117,7 +117,10 @@ class ChaosFleet:
     _own: list[ChaosReplica] = field(default_factory=list)
 
     async def __aenter__(self) -> Self:
-        self.http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30))
+        # Engines hang up after 5 s without a request.
+        connector = aiohttp.TCPConnector(keepalive_timeout=2.0)
+        timeout = aiohttp.ClientTimeout(total=30)
+        self.http = aiohttp.ClientSession(connector=connector, timeout=timeout)
         try:
             if not self.replicas:
                 ports = free_ports(self.count)

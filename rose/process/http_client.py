@@ -26,7 +26,8 @@ class HttpConnection(asyncio.Protocol, Generic[R]):
     httptools, or in `took`.
     """
 
-    idle_s = 300.0
+    # Servers of engines hang up after 5 s without a request, and may be about to.
+    idle_s = 3.0
     """Seconds without a request after which the connection is closed."""
     most_idle = 4_096
 

@@ -62,8 +62,6 @@ def hold_reading(transport: asyncio.Transport | None, held: bool) -> None:
 class EngineConnection(HttpConnection[AnswerSink]):
     """One HTTP connection of the proxy to an engine on loopback."""
 
-    # An engine's server hangs up after 5 s without a request, and may be about to.
-    idle_s = 3.0
     most_idle = 256
 
     def hold(self, held: bool) -> None:

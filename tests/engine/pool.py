@@ -376,7 +376,13 @@ def _environment(spec: PoolSpec, folder: Path) -> dict[str, Any]:
     here = Path(__file__).parent
     theirs = how.get("extra_env", {}).get("PYTHONPATH", "")
     path = [str(here), str(here.parents[1]), theirs, os.environ.get("PYTHONPATH", "")]
-    environ = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, path))}
+    environ = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        # Tests' clients keep connections for 15 s. Engines would close them after 5 s.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
+    }
     if spec.standin_cuda:
         environ["LD_LIBRARY_PATH"] = build(folder)["LD_LIBRARY_PATH"]
     return {"python": how.get("python"), "extra_env": environ | dict(spec.environ)}
