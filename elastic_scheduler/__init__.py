@@ -15,7 +15,6 @@ The loop of a turn, of which the gateway's is the real one; golden traces: tests
 
 from elastic_scheduler.errors import JournalError, LeaseError, LeaseHeld, SchedulerError, StaleEpoch
 from elastic_scheduler.hedging import Hedge, HedgedGroup, MemberView, Won
-from elastic_scheduler.idempotency import Conflict, IdempotencyCache
 from elastic_scheduler.leases.health import Health, HealthReport, ReplicaHealth
 from elastic_scheduler.leases.lease_table import (
     HarvestMode,
@@ -65,10 +64,12 @@ from elastic_scheduler.routing.predictors import RateMeter, prefix_keys
 from elastic_scheduler.routing.router import Router
 from elastic_scheduler.turn_journal import (
     Attempt,
+    Conflict,
     Continue,
     Deliver,
     End,
     GiveUp,
+    IdempotencyCache,
     Outcome,
     Segment,
     TurnJournal,

@@ -13,9 +13,9 @@ from typing import Self
 import aiohttp
 
 from rose.errors import ConfigError
-from rose.gateway.authentication import Authenticator
 from rose.gateway.backends.http_pool import ClusterTls, Upstream
 from rose.gateway.demand import DemandMeter, DemandReporter
+from rose.gateway.http_requests import Authenticator
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.replicas.jobs import JobVersions
 from rose.gateway.replicas.static import Probed, StaticTable

@@ -32,11 +32,21 @@ from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, 
 from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest, job_of, read_json, session_of
 from rose.gateway.apis.wire import clean, error_body, vllm_error
-from rose.gateway.authentication import Authenticator, caller_of, held_to, own_job
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.delivery import Delivery
 from rose.gateway.errors import BadRequest, TurnError
-from rose.gateway.http_requests import JSON, Bodies, Route, answered, json_answer, refusal_headers
+from rose.gateway.http_requests import (
+    JSON,
+    Authenticator,
+    Bodies,
+    Route,
+    answered,
+    caller_of,
+    held_to,
+    json_answer,
+    own_job,
+    refusal_headers,
+)
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.stats import GatewayHealth, GatewayStatus
 from rose.gateway.text_codec import ServedModel

@@ -12,7 +12,7 @@ import aiohttp
 
 from rose.addresses import host_port
 from rose.errors import ConfigError
-from rose.gateway.authentication import Authenticator
+from rose.gateway.http_requests import Authenticator
 from rose.integrations.front.checkpoint_folder import WeightRoots
 from rose.integrations.front.forwarding import Forwarding
 from rose.integrations.front.server import FrontServer, tell

@@ -17,7 +17,7 @@ import zstandard
 from aiohttp import web
 
 from rose.errors import ConfigError, RefusedError, UnavailableError
-from rose.gateway.authentication import Authenticator
+from rose.gateway.http_requests import Authenticator
 from rose.integrations import TrainerSettings
 from rose.integrations.front import control_calls as calls
 from rose.integrations.front.checkpoint_folder import INDEX, WeightRoots, look

@@ -11,14 +11,17 @@ from rose.contract.gateway import ABORT, GatewayHealthReport
 from rose.errors import RefusedError, RoseError, UnavailableError
 from rose.gateway.apis.frontend import read_json
 from rose.gateway.apis.wire import clean, error_body
-from rose.gateway.authentication import OPEN_ROUTES, Authenticator, caller_of, own_job
 from rose.gateway.errors import BadRequest, TurnAborted, TurnError
 from rose.gateway.http_requests import (
     JSON,
+    OPEN_ROUTES,
+    Authenticator,
     Bodies,
     Route,
     answered,
+    caller_of,
     json_answer,
+    own_job,
     refusal_headers,
 )
 from rose.integrations.front import control_calls as calls
