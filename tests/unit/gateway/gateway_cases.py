@@ -5,8 +5,10 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 import aiohttp
+from wire_cases import VLLM, ask
 
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
@@ -79,6 +81,24 @@ async def serving(
         calling(entry(replica, name, **row), **settings) as (gateway, session),
     ):
         yield replica, gateway, session
+
+
+@asynccontextmanager
+async def failing_over(
+    first: StandInReplica | None = None, second: StandInReplica | None = None, **settings: object
+) -> AsyncIterator[tuple[StandInReplica, StandInReplica, Gateway, aiohttp.ClientSession]]:
+    """A guest on which turns begin, as it offers more, a replica that is there too, and a gateway
+    with both.
+    """
+    async with first or StandInReplica() as guest, second or StandInReplica() as own:
+        rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0", decode_tok_s=1e3)
+        async with calling(*rows, **settings) as (gateway, session):
+            yield guest, own, gateway, session
+
+
+def begin(session: aiohttp.ClientSession, body: object, path: str = VLLM) -> Any:
+    """Return a task that asks for a turn; its result is status, answer and headers."""
+    return asyncio.create_task(ask(session, path, body))
 
 
 class Ticks:

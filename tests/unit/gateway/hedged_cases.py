@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 from gateway_cases import base_url, entry, gateway_with, until
-from wire_cases import VLLM, ask, vllm_body
+from wire_cases import VLLM, ask, tokens_of, vllm_body
 
 from rose.gateway import Gateway
 from tests.fakes.replica import StandInReplica
@@ -64,11 +64,6 @@ class Case:
 
 def tokens(count: int) -> dict[str, Any]:
     return {"max_tokens": count, "logprobs": 0}
-
-
-def tokens_of(answer: Any) -> list[int]:
-    tokens: list[int] = answer["choices"][0]["token_ids"]
-    return tokens
 
 
 def segments_of(answer: Any) -> list[tuple[str, int, int]]:

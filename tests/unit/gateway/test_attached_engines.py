@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from gateway_cases import base_url, until
 from standin_engines import StandInEngine, StandInSglang, StandInVllm
-from wire_cases import VLLM, ask, payloads, stream, vllm_body
+from wire_cases import VLLM, ask, payloads, stream, tokens_of, vllm_body
 
 from rose.errors import ConfigError
 from rose.gateway import Gateway
@@ -22,19 +22,21 @@ COUNT = list(range(101, 111))
 
 
 @asynccontextmanager
-async def attached(*urls: str, more: tuple[str, ...] = ()) -> AsyncIterator[Gateway]:
-    """A gateway as the command line makes it; ready when all its replicas are."""
+async def attached(
+    *urls: str, more: tuple[str, ...] = ()
+) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
+    """A gateway as the command line makes it, when all its replicas are ready, and a session."""
     argv = ["--port", "0", "--shutdown-s", "0.1", *more]
     for url in urls:
         argv += ["--replica", url]
-    patch = pytest.MonkeyPatch()
-    patch.setattr(static, "POLL_S", 0.02)
-    try:
-        async with Gateway(parse_settings(argv)) as gateway:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(static, "POLL_S", 0.02)
+        async with (
+            Gateway(parse_settings(argv)) as gateway,
+            aiohttp.ClientSession(base_url(gateway)) as session,
+        ):
             await until(lambda: gateway.status().usable == len(urls))
-            yield gateway
-    finally:
-        patch.undo()
+            yield gateway, session
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ async def attached(*urls: str, more: tuple[str, ...] = ()) -> AsyncIterator[Gate
 async def test_a_stock_engine_serves_turns_and_the_gateway_says_what_is_missing(
     engine: StandInEngine, api: str, capsys: Any
 ) -> None:
-    async with engine, attached(engine.url) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+    async with engine, attached(engine.url) as (_, session):
         body = vllm_body(10, priority=3)
         status, answer, _ = await ask(session, VLLM, body)
         _, events = await stream(session, VLLM, body)
@@ -86,7 +88,7 @@ async def test_an_engine_that_does_not_answer_is_said_to_be_missing_once(
 @pytest.mark.parametrize("engine", [StandInVllm(), StandInSglang(), StandInReplica()])
 async def test_a_turn_that_an_engine_stops_early_is_over(engine: Any) -> None:
     engine.stop_after = 4
-    async with engine, attached(engine.url) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+    async with engine, attached(engine.url) as (_, session):
         status, answer, _ = await ask(session, VLLM, vllm_body(10))
     choice = answer["choices"][0]
     assert (status, choice["token_ids"], choice["finish_reason"]) == (200, COUNT[:4], "stop")
@@ -96,15 +98,12 @@ async def test_a_turn_that_an_engine_stops_early_is_over(engine: Any) -> None:
 async def test_a_turn_goes_on_at_another_kind_of_engine_when_one_dies() -> None:
     async with StandInVllm() as one, StandInSglang() as two, StandInReplica(version=3) as three:
         one.break_after = two.break_after = 3
-        async with (
-            attached(one.url, two.url, three.url) as gw,
-            aiohttp.ClientSession(base_url(gw)) as session,
-        ):
+        async with attached(one.url, two.url, three.url) as (_, session):
             answers = await asyncio.gather(*(ask(session, VLLM, vllm_body(10)) for _ in range(6)))
             _, versioned, _ = await ask(session, VLLM, vllm_body(10, min_version=3))
     for status, answer, _ in answers:
         assert status == 200
-        assert answer["choices"][0]["token_ids"] == COUNT
+        assert tokens_of(answer) == COUNT
         spans = {(s["version"], s["start"], s["end"]) for s in answer["versions"]}
         ours = {
             (3, s["start"], s["end"])
@@ -118,20 +117,19 @@ async def test_a_turn_goes_on_at_another_kind_of_engine_when_one_dies() -> None:
 
 
 async def test_an_unhealthy_engine_gets_no_turns() -> None:
-    async with StandInVllm() as one, StandInVllm() as two, attached(one.url, two.url) as gw:
+    async with (
+        StandInVllm() as one,
+        StandInVllm() as two,
+        attached(one.url, two.url) as (gw, session),
+    ):
         one.healthy = False
         await until(lambda: gw.status().usable == 1)
-        async with aiohttp.ClientSession(base_url(gw)) as session:
-            await asyncio.gather(*(ask(session, VLLM, vllm_body(2)) for _ in range(5)))
+        await asyncio.gather(*(ask(session, VLLM, vllm_body(2)) for _ in range(5)))
     assert (len(one.requests), len(two.requests)) == (0, 5)
 
 
 async def test_sglang_is_not_asked_for_what_it_cannot_do() -> None:
-    async with (
-        StandInSglang() as engine,
-        attached(engine.url) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with StandInSglang() as engine, attached(engine.url) as (_, session):
         body = vllm_body(3, sampling={"allowed_token_ids": [5]})
         status, answer, _ = await ask(session, VLLM, body)
     assert status == 400
@@ -157,14 +155,14 @@ async def test_an_engine_gets_no_turns_while_its_account_of_itself_cannot_be_rea
         async def _state(self, http: web.Request) -> web.StreamResponse:
             return web.Response(body=body) if self.mad else await super()._state(http)
 
-    async with Mad() as one, StandInReplica() as two, attached(one.url, two.url) as gw:
+    async with Mad() as one, StandInReplica() as two, attached(one.url, two.url) as (gw, _):
         one.mad = True
         await until(lambda: gw.status().usable == 1)
         one.mad = False
         await until(lambda: gw.status().usable == 2)
         # A replica that cannot be read from the first word on is asked again as well.
         one.mad = True
-        async with attached(two.url, more=("--replica", one.url)) as other:
+        async with attached(two.url, more=("--replica", one.url)) as (other, _):
             assert other.status().usable == 1
             one.mad = False
             await until(lambda: other.status().usable == 2)
@@ -175,7 +173,7 @@ async def test_an_engine_gets_no_turns_while_its_account_of_itself_cannot_be_rea
 async def test_what_an_engine_refuses_in_its_stream_is_the_callers_fault(
     engine: StandInEngine, code: int
 ) -> None:
-    async with engine, attached(engine.url) as gw, aiohttp.ClientSession(base_url(gw)) as session:
+    async with engine, attached(engine.url) as (_, session):
         asked = len(engine.requests)
         engine.error = {"message": "token 9 is out of vocabulary", "code": code}
         status, answer, _ = await ask(session, VLLM, vllm_body(10))

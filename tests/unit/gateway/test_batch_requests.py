@@ -50,27 +50,6 @@ async def test_512_completions_of_one_request_are_answered_in_their_order() -> N
     assert [choice["index"] for choice in answer["choices"]] == list(range(512))
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, batch(3, 3)),
-        (COMPLETIONS, batch(9, 1)),
-        (VLLM, vllm_body(2, sampling={"n": 9})),
-        ("/generate", {"input_ids": [[1]] * 9, "sampling_params": {"max_new_tokens": 2}}),
-    ],
-)
-async def test_more_completions_than_allowed_are_refused_in_a_line_that_names_the_limit(
-    path: str, body: Any
-) -> None:
-    async with calling(model_names=("*",), max_completions=8) as (_, session):
-        status, answer, _ = await ask(session, path, body)
-    assert status == 400
-    message = answer["error"]["message"]
-    assert "9 completions" in message
-    assert "--max-completions" in message
-    assert "\n" not in message
-
-
 class Queue:
     """A dispatcher on a clock of the test's: one place, which is taken, and two turns behind it."""
 

@@ -8,8 +8,8 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway_cases import base_url, calling, entry, serving, until
-from hedged_cases import COUNT, hedged_case, tokens_of
-from wire_cases import VLLM, ask, vllm_body
+from hedged_cases import COUNT, hedged_case
+from wire_cases import VLLM, ask, tokens_of, vllm_body
 
 from rose.errors import RoseError
 from rose.gateway import Gateway, GatewaySettings

@@ -35,39 +35,6 @@ async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
     assert other[0] == 400
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "not an object",
-        {"token_ids": []},
-        {"token_ids": ["a"]},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 0}},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "min_tokens": 4}},
-        {"token_ids": [1], "sampling_params": {"temprature": 1}},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "n": 0}},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "repetition_penalty": 0}},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "logprobs": 5}},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 3, "temperature": -1}},
-        {"token_ids": [-1], "sampling_params": {"max_tokens": 3}},
-        {"token_ids": [1], "sampling_params": {}},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 3}, "output_mode": "text"},
-        {"token_ids": [1], "sampling_params": {"max_tokens": 3}, "timeout_s": 0},
-        {
-            "token_ids": [1],
-            "sampling_params": {"max_tokens": 3},
-            "min_version": 1,
-            "exact_version": 1,
-        },
-    ],
-)
-async def test_a_wrong_request_is_400_with_a_message(body: Any) -> None:
-    async with calling() as (_, session):
-        status, answer, _ = await ask(session, VLLM, body)
-    assert status == 400
-    assert answer["error"]["type"] == "BadRequestError"
-    assert answer["error"]["message"]
-
-
 async def test_what_a_replica_refuses_as_wrong_is_not_tried_elsewhere() -> None:
     async with StandInReplica() as one, StandInReplica() as two:
         one.bad_request = two.bad_request = True

@@ -1,11 +1,26 @@
+"""A turn as its client gets it: whole, with its versions, wherever its replicas end."""
+
 import asyncio
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import (
+    base_url,
+    begin,
+    calling,
+    entry,
+    failing_over,
+    gateway_with,
+    serving,
+    until,
+)
+from wire_cases import VLLM, ask, tokens_of, vllm_body
 
+from elastic_scheduler import End
 from rose.client import RolloutClient, Sampling
+from rose.gateway import server
+from rose.gateway.replicas.dispatcher import REST_S
 from tests.fakes.replica import StandInReplica
 
 PROMPT = [1, 2, 100]
@@ -29,7 +44,7 @@ def assert_whole(turn: Any) -> None:
 
 
 async def test_an_untroubled_turn_has_one_segment_and_one_version() -> None:
-    async with StandInReplica(version=3) as replica, gateway_with(entry(replica, "ded-0")) as gw:
+    async with serving(StandInReplica(version=3), "ded-0") as (_, gw, _):
         turn = await one_turn(gw)
     assert_whole(turn)
     assert turn.versions == ((3, 0, 10),)
@@ -37,109 +52,73 @@ async def test_an_untroubled_turn_has_one_segment_and_one_version() -> None:
     assert (turn.attempts, turn.finish_reason) == (1, "length")
 
 
-async def _updated_under_way(gateway: Any, stream: bool) -> Any:
-    async with RolloutClient(base_url(gateway), timeout_s=10) as client:
-        if not stream:
-            return await client.generate(PROMPT, TEN, request_id="whole"), []
-        async with client.stream(PROMPT, TEN, request_id="streamed") as stream:
-            chunks = [chunk async for chunk in stream]
-            return stream.turn, chunks
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tokens_on_kept_kv_say_how_old_it_is(stream: bool) -> None:
-    async with StandInReplica(version=3) as replica, gateway_with(entry(replica, "ded-0")) as gw:
+    chunks: list[Any] = []
+    async with serving(StandInReplica(version=3), "ded-0") as (replica, gw, _):
         replica.update_at = 4
-        turn, chunks = await _updated_under_way(gw, stream)
+        if stream:
+            async with (
+                RolloutClient(base_url(gw), timeout_s=10) as client,
+                client.stream(PROMPT, TEN, request_id="streamed") as parts,
+            ):
+                chunks = [chunk async for chunk in parts]
+                turn = parts.turn
+        else:
+            turn = await one_turn(gw)
     assert_whole(turn)
     assert turn.versions == ((3, 0, 4), (4, 4, 10))
     assert turn.oldest_versions == ((3, 4, 10),)
     assert turn.oldest_version == 3
+    assert bool(chunks) == stream
     for chunk in chunks:
         assert (chunk.version, chunk.oldest_version) == ((4, 3) if chunk.start >= 4 else (3, None))
 
 
 async def test_kv_made_anew_elsewhere_is_as_young_as_its_tokens() -> None:
-    async with StandInReplica(version=3) as old, StandInReplica(version=4) as new:
+    async with failing_over(StandInReplica(3), StandInReplica(4)) as (old, _, gw, _):
         old.update_at, old.revoke_after = 2, 5
-        rows = (entry(old, "old", decode_tok_s=9e5), entry(new, "new", decode_tok_s=1e3))
-        async with gateway_with(*rows) as gw:
-            turn = await one_turn(gw)
+        turn = await one_turn(gw)
     assert_whole(turn)
     assert turn.versions == ((3, 0, 2), (4, 2, 10))
     assert turn.oldest_versions == ((3, 2, 5),)
 
 
-async def _continued(fault: Any, value: Any, **settings: Any) -> Any:
-    """A turn whose first replica (the guest: it offers more) fails after 4 tokens."""
-    async with StandInReplica(version=1) as guest, StandInReplica(version=2) as dedicated:
+@pytest.mark.parametrize(
+    ("fault", "value", "kept"),
+    [
+        ("revoke_after", 4, 4),
+        ("break_after", 4, 4),
+        ("hang_after", 4, 4),
+        ("draining", True, 0),
+    ],
+)
+async def test_a_turn_whose_replica_fails_goes_on_elsewhere_with_prompt_and_journal(
+    fault: str, value: Any, kept: int
+) -> None:
+    stall_s = 0.05 if fault == "hang_after" else 9.0
+    replicas = StandInReplica(1), StandInReplica(2)
+    async with failing_over(*replicas, stall_s=stall_s) as (guest, own, gw, _):
         setattr(guest, fault, value)
-        rows = (
-            entry(guest, "guest-0", decode_tok_s=9e5),
-            entry(dedicated, "ded-0", decode_tok_s=1e3),
-        )
-        async with gateway_with(*rows, **settings) as gw:
-            turn = await one_turn(gw)
-            return turn, guest, dedicated
-
-
-async def test_a_revoked_stream_goes_on_elsewhere_with_prompt_and_journal() -> None:
-    turn, guest, dedicated = await _continued("revoke_after", 4)
+        turn = await one_turn(gw)
     assert_whole(turn)
-    assert turn.segments == (("guest-0", "guest", 0, 4), ("ded-0", "dedicated", 4, 10))
-    assert turn.versions == ((1, 0, 4), (2, 4, 10))
-    assert turn.attempts == 2
-    assert dedicated.requests[0]["token_ids"] == [*PROMPT, *COUNT[:4]]
-    assert dedicated.requests[0]["sampling"]["max_tokens"] == 6
-    assert dedicated.requests[0]["sampling"]["min_tokens"] == 3
-    assert guest.requests[0]["request_id"] != dedicated.requests[0]["request_id"]
-
-
-async def test_a_broken_stream_goes_on_elsewhere() -> None:
-    turn, _, _ = await _continued("break_after", 4)
-    assert_whole(turn)
-    assert turn.segments[-1] == ("ded-0", "dedicated", 4, 10)
-
-
-async def test_a_draining_replica_costs_an_attempt_but_no_token() -> None:
-    turn, guest, _ = await _continued("draining", True)
-    assert_whole(turn)
-    assert turn.segments == (("ded-0", "dedicated", 0, 10),)
-    assert len(guest.requests) == 1
-
-
-async def test_a_stalled_stream_moves_when_another_replica_has_room() -> None:
-    turn, guest, _ = await _continued("hang_after", 4, stall_s=0.05)
-    assert_whole(turn)
-    assert turn.segments[-1] == ("ded-0", "dedicated", 4, 10)
-    assert guest.cancelled == 1
-
-
-async def test_a_lost_lease_ends_the_stream_at_once() -> None:
-    async with StandInReplica() as guest, StandInReplica() as dedicated:
-        guest.hang_after = 4
-        rows = (entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "ded-0"))
-        async with gateway_with(*rows) as gw:
-            turn = asyncio.create_task(one_turn(gw))
-            await until(lambda: guest.live > 0)
-            await asyncio.sleep(0.02)
-            gw.set_table((entry(guest, "guest-0", lease_epoch=2, healthy=False), rows[1]))
-            assert_whole(await turn)
-            assert guest.cancelled == 1
-            assert gw.status().live_turns == {"guest-0": 0, "ded-0": 0}
+    parts = (("guest-0", "guest", 0, 4), ("own-0", "dedicated", 4, 10))
+    assert turn.segments == (parts if kept else (("own-0", "dedicated", 0, 10),))
+    assert turn.versions == (((1, 0, 4), (2, 4, 10)) if kept else ((2, 0, 10),))
+    assert (turn.attempts, len(guest.requests)) == (2, 1)
+    (asked,) = own.requests
+    assert asked["token_ids"] == [*PROMPT, *COUNT[:kept]]
+    assert asked["sampling"]["max_tokens"] == 10 - kept
+    assert asked["sampling"]["min_tokens"] == 7 - kept
+    assert asked["request_id"] != guest.requests[0]["request_id"]
+    assert guest.cancelled == (fault == "hang_after")
 
 
 async def test_a_turn_complete_but_for_its_last_line_is_not_generated_again() -> None:
-    async with StandInReplica() as guest, gateway_with(entry(guest, "guest-0")) as gw:
+    sampling = Sampling(max_tokens=20, stop_token_ids=(109,))
+    async with serving() as (guest, gw, _), RolloutClient(base_url(gw), timeout_s=10) as client:
         guest.break_after = 9
-        guest.stop_after = None
-        async with RolloutClient(base_url(gw), timeout_s=10) as client:
-            turn = await client.generate(
-                PROMPT,
-                Sampling(max_tokens=20, stop_token_ids=(109,)),
-                request_id="r",
-                session_id="s",
-            )
+        turn = await client.generate(PROMPT, sampling, request_id="r", session_id="s")
     assert turn.token_ids == COUNT[:9]
     assert turn.finish_reason == "stop"
     assert len(guest.requests) == 1
@@ -156,21 +135,14 @@ async def test_turns_wait_while_nobody_is_leased() -> None:
 
 
 async def test_a_replica_never_has_more_turns_than_its_cap() -> None:
-    async with (
-        StandInReplica(delay_s=0.001) as guest,
-        gateway_with(entry(guest, "guest-0", max_sequences=3)) as gw,
-        RolloutClient(base_url(gw), timeout_s=10) as client,
-    ):
-        turns = [
-            client.generate(PROMPT, TEN, request_id=f"r{i}", session_id="s") for i in range(20)
-        ]
-        for turn in await asyncio.gather(*turns):
+    async with serving(StandInReplica(delay_s=0.001), row={"max_sequences": 3}) as (guest, gw, _):
+        for turn in await asyncio.gather(*(one_turn(gw, f"r{i}") for i in range(20))):
             assert_whole(turn)
     assert guest.max_live == 3
 
 
 async def test_min_version_waits_for_the_version_to_arrive() -> None:
-    async with StandInReplica(version=1) as guest, gateway_with(entry(guest, "guest-0")) as gw:
+    async with serving(StandInReplica(version=1)) as (guest, gw, _):
         turn = asyncio.create_task(one_turn(gw, min_version=2))
         await until(lambda: gw.status().waiting > 0)
         guest.version = 2
@@ -179,12 +151,78 @@ async def test_min_version_waits_for_the_version_to_arrive() -> None:
 
 
 async def test_tokens_older_than_the_table_says_are_never_journaled() -> None:
-    async with StandInReplica(version=1) as liar, StandInReplica(version=2) as honest:
-        rows = (
-            entry(liar, "guest-0", policy_version=2, decode_tok_s=9e5),
-            entry(honest, "ded-0"),
-        )
-        async with gateway_with(*rows) as gw:
-            turn = await one_turn(gw, min_version=2)
+    async with failing_over(StandInReplica(1), StandInReplica(2)) as (liar, honest, gw, _):
+        rows = entry(liar, "guest-0", policy_version=2, decode_tok_s=9e5), entry(honest, "own-0")
+        gw.set_table(rows)
+        turn = await one_turn(gw, min_version=2)
     assert turn.versions == ((2, 0, 10),)
     assert turn.attempts == 2
+
+
+# ---- engines that are dead ----
+
+
+async def test_a_dead_engine_is_tried_once_in_a_while_and_costs_no_turn() -> None:
+    """A dead engine looks idle, fast and healthy until the scheduler notices."""
+    async with failing_over(second=StandInReplica(delay_s=0.001)) as (dead, living, gw, http):
+        assert (await ask(http, VLLM, vllm_body(2)))[0] == 200
+        assert len(dead.requests) == 1
+        dead.kill()
+        stats, turns = gw.stats, 0
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        while clock() < began_s + 2 * REST_S[End.BROKEN]:
+            status, answer, _ = await ask(http, VLLM, vllm_body(2))
+            assert (status, tokens_of(answer)) == (200, [101, 102])
+            turns += 1
+        tries = stats.ends[End.BROKEN.value]
+        assert 1 <= tries <= 2 + (clock() - began_s) / REST_S[End.BROKEN]
+        assert turns > 4 * tries
+        # From the moment that the table says so there is none at all.
+        unhealthy = entry(dead, "guest-0", healthy=False, decode_tok_s=9e5)
+        gw.set_table((unhealthy, entry(living, "own-0")))
+        await asyncio.sleep(REST_S[End.BROKEN])
+        answers = await asyncio.gather(*(ask(http, VLLM, vllm_body(2)) for _ in range(20)))
+        assert all(status == 200 for status, _, _ in answers)
+        assert stats.ends[End.BROKEN.value] == tries
+    assert len(dead.requests) == 1
+
+
+async def test_an_engine_that_answers_and_makes_no_tokens_gets_no_turn_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its API process lives on; its engine does not."""
+    # Time passes for the gateway when this test says so: a slow machine is no dead engine.
+    monkeypatch.setattr(server, "SWEEP_S", 3_600.0)
+    stall_s = 0.1
+    async with failing_over(stall_s=stall_s) as (hung, _, gw, http):
+        hung.hang_after = 0
+        dispatcher, now_s = gw.dispatcher, asyncio.get_running_loop().time()
+        monkeypatch.setattr(dispatcher, "_clock", lambda: now_s)
+        turns = [begin(http, vllm_body(2)) for _ in range(10)]
+        await until(lambda: sum(turn.done() for turn in turns) + hung.live == len(turns))
+        assert hung.live, "it looks the faster one"
+        now_s += 2 * stall_s
+        dispatcher.sweep()
+        answers = await asyncio.gather(*turns)
+        assert all(status == 200 for status, _, _ in answers)
+        await until(lambda: hung.live == 0)
+        sent = len(hung.requests)
+        assert sent <= 10
+        assert (await ask(http, VLLM, vllm_body(2)))[0] == 200
+    assert len(hung.requests) == sent, "a moment later it still rests"
+    assert all(answer["attempts"] <= 2 for _, answer, _ in answers)
+
+
+async def test_a_turn_at_which_two_engines_ended_is_not_sent_to_a_third() -> None:
+    """Before its first token: what ends engines may be the turn itself."""
+    async with StandInReplica() as one, StandInReplica() as two, StandInReplica() as third:
+        rows = entry(one, "a", decode_tok_s=9e5), entry(two, "b", decode_tok_s=9e4)
+        one.break_after = two.break_after = 0
+        async with calling(*rows, entry(third, "c", decode_tok_s=1.0)) as (_, http):
+            status, answer, _ = await ask(http, VLLM, vllm_body(2))
+            assert (status, third.requests) == (422, [])
+            assert "2 replicas ended before this turn's first token" in answer["error"]["message"]
+            one.break_after = two.break_after = 1
+            status, answer, _ = await ask(http, VLLM, vllm_body(3))
+            assert (status, tokens_of(answer)) == (200, [101, 102, 103])

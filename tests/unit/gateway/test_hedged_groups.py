@@ -229,26 +229,6 @@ async def test_a_deadline_ends_both_copies_and_says_how_far_the_turn_was() -> No
     assert far >= made >= 2
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"stream": True}, "tokens of a stream cannot be taken back"),
-        ({"hedges": -1}, "hedges"),
-        ({"hedges": 3}, "at most group_size"),
-        ({"group_size": None}, "group_size"),
-        ({"group_size": 5_000}, "at most 4096"),
-        ({"group_size": -2, "hedges": 0}, "group_size"),
-        ({"group_id": None}, "group_id"),
-    ],
-)
-async def test_what_no_group_can_be_is_400(fields: dict[str, Any], said: str) -> None:
-    async with hedged_case() as case:
-        case.table(fast=None)
-        status, answer, _ = await ask(case.http, VLLM, member("a", **fields))
-        assert status == 400
-        assert said in answer["error"]["message"]
-
-
 async def test_members_that_contradict_each_other_are_told_so() -> None:
     async with hedged_case() as case:
         first = await case.first()

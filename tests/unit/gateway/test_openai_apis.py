@@ -34,16 +34,6 @@ async def texty(tokenizer: Path) -> AsyncIterator[tuple[StandInReplica, Gateway]
         yield replica, gw
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def refusing(tokenizer: Path) -> AsyncIterator[Gateway]:
-    """One for all that it refuses: its processes for texts take a second to start."""
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), tokenizer=tokenizer, max_model_len=200) as gw,
-    ):
-        yield gw
-
-
 def letters(text: str) -> list[int]:
     """Token ids of printable ASCII in the byte tokenizer: '!' is the first."""
     return [ord(letter) - ord("!") for letter in text]
@@ -182,35 +172,6 @@ async def test_tokenize_and_detokenize_are_each_others_inverse(texty: Any) -> No
     assert text == {"prompt": "AB"}
     assert chat["tokens"] == letters("<user>x<assistant>")
     assert wrong == 400
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        (COMPLETIONS, {"prompt": "A", "max_tokens": 200}),
-        (COMPLETIONS, {"prompt": "A", "logprobs": 5}),
-        (COMPLETIONS, {"prompt": []}),
-        (COMPLETIONS, {"prompt": [1, "a"]}),
-        (COMPLETIONS, {"prompt": "A", "logit_bias": {"1": 5}}),
-        (COMPLETIONS, {"prompt": "A", "echo": True}),
-        (COMPLETIONS, {"prompt": "A", "stop": [""]}),
-        (COMPLETIONS, {"prompt": "A", "response_format": {"type": "xml"}}),
-        (CHAT, {"messages": []}),
-        (CHAT, {"messages": "hi"}),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "tools": [{}]}),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 1}),
-        (CHAT, {"messages": [{"role": "user", "content": "x"}], "n": 0}),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}),
-    ],
-)
-@pytest.mark.asyncio(loop_scope="module")
-async def test_what_cannot_be_honoured_is_400_in_openais_shape(
-    refusing: Gateway, path: str, body: Any
-) -> None:
-    async with aiohttp.ClientSession(base_url(refusing)) as session:
-        status, answer, _ = await ask(session, path, body)
-    assert (status, answer["error"]["code"]) == (400, 400)
-    assert answer["error"]["message"]
 
 
 def _ids_of(letter: str) -> list[int]:

@@ -1,11 +1,7 @@
 """Models that are not generative: routed, asked again where a replica died, refused by name."""
 
-import asyncio
-from typing import Any
-
-import aiohttp
 import pytest
-from gateway_cases import base_url, calling, entry, gateway_with, serving, until
+from gateway_cases import begin, calling, entry, failing_over, serving, until
 from standin_engines import StandInSglang
 from test_attached_engines import attached
 from wire_cases import VLLM, ask, vllm_body
@@ -42,15 +38,13 @@ async def test_a_call_whose_replica_fails_is_asked_of_another(fault: str) -> Non
 
 
 async def test_a_lease_that_ends_under_a_call_moves_it_at_once() -> None:
-    async with StandInReplica(pools=ALL) as first, StandInReplica(pools=ALL) as second:
+    replicas = StandInReplica(pools=ALL), StandInReplica(pools=ALL)
+    async with failing_over(*replicas) as (first, second, gw, session):
         first.hang_after = 0
-        row, other = entry(first, "guest-0"), entry(second, "own-0")
-        async with calling(row) as (gw, session):
-            call = asyncio.create_task(ask(session, POOLING, BODY))
-            await until(lambda: bool(first.requests))
-            gw.set_table((entry(first, "guest-0", leased=False), other))
-            status, _, _ = await call
-    assert status == 200
+        call = begin(session, BODY, POOLING)
+        await until(lambda: bool(first.requests))
+        gw.set_table((entry(first, "guest-0", leased=False), entry(second, "own-0")))
+        assert (await call)[0] == 200
 
 
 async def test_every_wait_has_an_end() -> None:
@@ -71,35 +65,20 @@ async def test_every_wait_has_an_end() -> None:
 
 async def test_replicas_that_cannot_are_named() -> None:
     async with (
-        StandInReplica() as generative,
-        StandInSglang() as sglang,
-        gateway_with(entry(generative, "own-0")) as gw,
-        attached(sglang.url) as other,
-        aiohttp.ClientSession() as session,
+        serving(name="own-0") as (_, _, generative),
+        StandInSglang() as engine,
+        attached(engine.url) as (_, sglang),
     ):
-        status, answer, _ = await ask(session, base_url(gw) + "/score", BODY)
-        stock, said, _ = await ask(session, base_url(other) + "/score", BODY)
+        status, answer, _ = await ask(generative, "/score", BODY)
+        stock, said, _ = await ask(sglang, "/score", BODY)
     assert (status, stock) == (400, 400)
     assert "own-0 serves no model for it" in answer["error"]["message"]
     assert "SGLang" in said["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        ("[]", 400),
-        ({**BODY, "model": "other"}, 404),
-        ({**BODY, "timeout_s": -1}, 400),
-        ({**BODY, "min_version": "x"}, 400),
-        ({**BODY, "min_version": 1, "exact_version": 1}, 400),
-        ({**BODY, "priority": 1.5}, 400),
-    ],
-)
-async def test_a_wrong_call_is_refused_by_the_gateway(body: Any, status: int) -> None:
+async def test_a_model_of_another_name_is_not_found() -> None:
     async with calling() as (_, session):
-        found, answer, _ = await ask(session, POOLING, body)
-    assert found == status
-    assert answer["error"]["message"]
+        assert (await ask(session, POOLING, {**BODY, "model": "other"}))[0] == 404
 
 
 async def test_what_the_engine_refuses_is_the_callers_to_correct() -> None:
@@ -113,19 +92,15 @@ async def test_what_the_engine_refuses_is_the_callers_to_correct() -> None:
 
 
 async def test_the_job_selects_the_reward_model() -> None:
-    async with (
-        StandInReplica() as policy,
-        StandInReplica(pools=ALL) as reward,
-        gateway_with() as gw,
-    ):
+    replicas = StandInReplica(), StandInReplica(pools=ALL)
+    async with failing_over(*replicas) as (policy, reward, gw, session):
         rows = entry(policy, "own-0", job="grpo"), entry(reward, "own-1", job="reward")
         gw.set_table(rows, ("grpo", "reward"))
-        async with aiohttp.ClientSession(base_url(gw)) as session:
-            status, _, _ = await ask(session, POOLING, {**BODY, "job": "reward"})
-            turn, _, _ = await ask(session, VLLM, vllm_body(2, job="grpo"))
-            none, _, _ = await ask(session, POOLING, BODY)
-            wrong, answer, _ = await ask(session, POOLING, {**BODY, "job": "grpo"})
-            await ask(session, POOLING, {**BODY, "job": "reward", "cache_salt": "a/b"})
+        status, _, _ = await ask(session, POOLING, {**BODY, "job": "reward"})
+        turn, _, _ = await ask(session, VLLM, vllm_body(2, job="grpo"))
+        none, _, _ = await ask(session, POOLING, BODY)
+        wrong, answer, _ = await ask(session, POOLING, {**BODY, "job": "grpo"})
+        await ask(session, POOLING, {**BODY, "job": "reward", "cache_salt": "a/b"})
     assert (status, turn, none, wrong) == (200, 200, 400, 400)
     asked, salted = reward.requests
     assert asked["job"] == "reward"

@@ -1,13 +1,11 @@
 """A replica that sends nonsense loses that attempt; the turn goes on elsewhere, without it."""
 
-import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import json
 
-import aiohttp
 import pytest
-from gateway_cases import calling, entry, serving, until
-from wire_cases import VLLM, ask, vllm_body
+from aiohttp import web
+from gateway_cases import begin, entry, failing_over, serving, until
+from wire_cases import VLLM, ask, tokens_of, vllm_body
 
 from tests.fakes.replica import StandInReplica
 
@@ -30,32 +28,40 @@ NONSENSE = {
 }
 
 
-@asynccontextmanager
-async def replica_that_says(line: bytes) -> AsyncIterator[StandInReplica]:
+class Mad(StandInReplica):
     """A replica with one answer to everything."""
 
-    class Mad(StandInReplica):
-        async def _generate(self, http: aiohttp.web.Request) -> aiohttp.web.Response:
-            self.requests.append(await http.json())
-            return aiohttp.web.Response(body=line + b"\n")
+    def __init__(self, status: int, body: bytes) -> None:
+        super().__init__()
+        self.answer = {"status": status, "body": body}
 
-    async with Mad() as replica:
-        yield replica
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
+        self.requests.append(await http.json())
+        return web.Response(**self.answer)
 
 
-@pytest.mark.parametrize("line", NONSENSE.values(), ids=NONSENSE.keys())
-async def test_nonsense_costs_the_replica_its_attempt_and_reaches_nobody(line: bytes) -> None:
-    async with (
-        replica_that_says(line) as mad,
-        StandInReplica() as good,
-        calling(entry(mad, "guest-0", max_sequences=9)) as (gw, session),
-    ):
-        turn = asyncio.create_task(ask(session, VLLM, vllm_body(3, exact_version=0)))
-        await until(lambda: bool(mad.requests))
-        gw.set_table((entry(mad, "guest-0"), entry(good, "guest-1")))
+KNOWN = ("Duplicate request id", "r.1 is already running")
+
+
+@pytest.mark.parametrize(
+    "mad",
+    [
+        *(pytest.param((200, line + b"\n"), id=name) for name, line in NONSENSE.items()),
+        # An engine that knows an attempt's id already is not its caller's fault.
+        *((400, json.dumps({"error": {"message": said}}).encode()) for said in KNOWN),
+    ],
+)
+async def test_nonsense_costs_the_replica_its_attempt_and_reaches_nobody(
+    mad: tuple[int, bytes],
+) -> None:
+    async with failing_over(Mad(*mad)) as (first, good, gw, session):
+        gw.set_table((entry(first, "guest-0", max_sequences=9),))
+        turn = begin(session, vllm_body(3, exact_version=0))
+        await until(lambda: bool(first.requests))
+        gw.set_table((entry(first, "guest-0"), entry(good, "guest-1")))
         status, answer, _ = await turn
     assert status == 200
-    assert answer["choices"][0]["token_ids"] == [101, 102, 103]
+    assert tokens_of(answer) == [101, 102, 103]
     assert [segment["replica"] for segment in answer["segments"]] == ["guest-1"]
 
 
@@ -66,24 +72,3 @@ async def test_each_life_of_a_turn_has_attempt_ids_of_its_own() -> None:
     first, _, again = (asked["request_id"] for asked in replica.requests)
     assert first != again
     assert {first.split(".")[0], again.split(".")[0]} == {"turn"}
-
-
-@pytest.mark.parametrize("said", ["Duplicate request id", "r.1 is already running"])
-async def test_an_engine_that_knows_an_attempts_id_already_is_not_its_callers_fault(
-    said: str,
-) -> None:
-    class Busy(StandInReplica):
-        async def _generate(self, http: aiohttp.web.Request) -> aiohttp.web.Response:
-            self.requests.append(await http.json())
-            return aiohttp.web.json_response({"error": {"message": said}}, status=400)
-
-    async with (
-        Busy() as busy,
-        StandInReplica() as good,
-        calling(entry(busy, "guest-0", max_sequences=9)) as (gw, session),
-    ):
-        turn = asyncio.create_task(ask(session, VLLM, vllm_body(3)))
-        await until(lambda: bool(busy.requests))
-        gw.set_table((entry(busy, "guest-0"), entry(good, "guest-1")))
-        status, answer, _ = await turn
-    assert (status, answer["choices"][0]["token_ids"]) == (200, [101, 102, 103])

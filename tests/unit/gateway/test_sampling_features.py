@@ -6,14 +6,24 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, calling, entry, gateway_with, serving, until
+from gateway_cases import base_url, calling, entry, failing_over, gateway_with, serving, until
 from standin_engines import StandInSglang, StandInVllm
 from test_attached_engines import attached
-from wire_cases import VLLM, ask, payloads, stream, vllm_body
+from wire_cases import (
+    COMPLETIONS,
+    GENERATE_ROUTES,
+    SGLANG,
+    VLLM,
+    ask,
+    body_of,
+    payloads,
+    stream,
+    tokens_of,
+    vllm_body,
+)
 
 from tests.fakes.replica import StandInReplica
 
-COMPLETIONS, SGLANG = "/v1/completions", "/generate"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 PENALTIES = {
     "min_p": 0.1,
@@ -32,14 +42,6 @@ PLAIN = {
 }
 
 
-def body_of(path: str, **sampling: Any) -> dict[str, Any]:
-    if path == VLLM:
-        return vllm_body(3, sampling=sampling)
-    if path == SGLANG:
-        return {"input_ids": [1, 100], "sampling_params": {"max_new_tokens": 3, **sampling}}
-    return {"prompt": [1, 100], "max_tokens": 3, **sampling}
-
-
 async def asked_of_a_replica(path: str, body: Any) -> dict[str, Any]:
     """Send a request that is answered; return the sampling of the replica's."""
     async with serving(name="own-0") as (replica, _, session):
@@ -48,16 +50,16 @@ async def asked_of_a_replica(path: str, body: Any) -> dict[str, Any]:
     return replica.requests[0]["sampling"]
 
 
-@pytest.mark.parametrize("path", [VLLM, COMPLETIONS, SGLANG])
+@pytest.mark.parametrize("path", GENERATE_ROUTES)
 async def test_penalties_and_min_p_reach_the_replica(path: str) -> None:
-    sampling = await asked_of_a_replica(path, body_of(path, **PENALTIES, ignore_eos=True))
+    sampling = await asked_of_a_replica(path, body_of(path, 3, **PENALTIES, ignore_eos=True))
     assert sampling.items() >= {**PLAIN, **PENALTIES, "ignore_eos": True}.items()
 
 
-@pytest.mark.parametrize("path", [VLLM, COMPLETIONS, SGLANG])
+@pytest.mark.parametrize("path", GENERATE_ROUTES)
 async def test_a_plain_turn_is_asked_for_as_ever(path: str) -> None:
     neutral = {"frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": None}
-    sampling = await asked_of_a_replica(path, body_of(path, **neutral))
+    sampling = await asked_of_a_replica(path, body_of(path, 3, **neutral))
     assert sampling.items() >= PLAIN.items()
 
 
@@ -85,7 +87,7 @@ async def test_a_plain_turn_is_asked_for_as_ever(path: str) -> None:
 async def test_structured_output_reaches_the_replica_in_one_form(
     path: str, said: Any, structured: Any
 ) -> None:
-    sampling = await asked_of_a_replica(path, body_of(path, **said))
+    sampling = await asked_of_a_replica(path, body_of(path, 3, **said))
     found = sampling["structured_outputs"]
     if found and "json" in found:
         found["json"] = json.loads(found["json"])
@@ -93,87 +95,56 @@ async def test_structured_output_reaches_the_replica_in_one_form(
 
 
 @pytest.mark.parametrize(
-    ("path", "said", "named"),
+    ("sampling", "kept"),
     [
-        (VLLM, {"min_p": 1.5}, "min_p"),
-        (VLLM, {"frequency_penalty": 3}, "frequency_penalty"),
-        (COMPLETIONS, {"presence_penalty": -3}, "presence_penalty"),
-        (SGLANG, {"repetition_penalty": -1}, "repetition_penalty"),
-        (VLLM, {"prompt_logprobs": -1}, "prompt_logprobs"),
-        (VLLM, {"prompt_logprobs": 21}, "prompt_logprobs"),
-        (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        (VLLM, {"structured_outputs": {}}, "structured_outputs"),
-        (VLLM, {"structured_outputs": {"json": "{}", "regex": "a"}}, "structured_outputs"),
-        (VLLM, {"structured_outputs": {"no_such": 1}}, "no_such"),
-        (COMPLETIONS, {"response_format": {"type": "xml"}}, "response_format"),
-        (COMPLETIONS, {"response_format": 5}, "response_format"),
-        (COMPLETIONS, {"guided_choice": "a"}, "guided_choice"),
-        (COMPLETIONS, {"guided_regex": "a", "guided_json": {}}, "exclude each other"),
-        (COMPLETIONS, {"guided_regex": "a" * 70_000}, "65536"),
-        (VLLM, {"logit_bias": {"1": 2.0}}, "logit_bias"),
+        ({"frequency_penalty": 0.5}, 0),
+        ({"presence_penalty": 0.5}, 0),
+        ({"structured_outputs": {"regex": "x"}}, 0),
+        ({"repetition_penalty": 1.1}, 4),
+        ({"min_p": 0.1}, 4),
     ],
-)
-async def test_what_cannot_be_is_refused_by_name(path: str, said: Any, named: str) -> None:
-    async with calling() as (_, session):
-        status, answer, _ = await ask(session, path, body_of(path, **said))
-    assert status == 400
-    assert named in answer["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [{"frequency_penalty": 0.5}, {"presence_penalty": 0.5}, {"structured_outputs": {"regex": "x"}}],
 )
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_turn_whose_output_counts_begins_anew_where_its_replica_died(
-    sampling: dict[str, Any], streamed: bool
+    sampling: dict[str, Any], kept: int, streamed: bool
 ) -> None:
     """Its tokens would be a prompt elsewhere: no penalty on them, no state of a grammar."""
-    async with StandInReplica() as guest, StandInReplica(version=1) as own:
+    async with failing_over(second=StandInReplica(version=1)) as (guest, own, _, session):
         guest.break_after = 4
-        rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0")
-        async with calling(*rows) as (_, session):
-            body = vllm_body(6, sampling=sampling)
-            if streamed:
-                chunks = payloads((await stream(session, VLLM, body))[1])
-                tokens = [t for c in chunks for t in c["choices"][0]["token_ids"]]
-                last = chunks[-1]
-            else:
-                _, last, _ = await ask(session, VLLM, body)
-                tokens = last["choices"][0]["token_ids"]
+        body = vllm_body(6, sampling=sampling)
+        if streamed:
+            chunks = payloads((await stream(session, VLLM, body))[1])
+            tokens = [t for c in chunks for t in tokens_of(c)]
+            last = chunks[-1]
+        else:
+            _, last, _ = await ask(session, VLLM, body)
+            tokens = tokens_of(last)
     assert tokens == [101, 102, 103, 104, 105, 106]
-    assert (len(guest.requests), len(own.requests)) == (1, 1)
-    again = own.requests[0]
-    assert again["token_ids"] == [1, 100], "the prompt alone"
-    assert again["sampling"]["max_tokens"] == 6
-    assert last["versions"] == [{"version": 1, "start": 0, "end": 6}]
-    assert last["segments"] == [{"replica": "own-0", "kind": "dedicated", "start": 0, "end": 6}]
+    assert len(guest.requests) == 1
+    (again,) = own.requests
+    assert again["token_ids"] == [1, 100, *range(101, 101 + kept)]
+    assert again["sampling"]["max_tokens"] == 6 - kept
     assert last["attempts"] == 2
-
-
-@pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.1}, {"min_p": 0.1}])
-async def test_a_turn_that_counts_the_prompt_too_goes_on_where_it_was(
-    sampling: dict[str, Any],
-) -> None:
-    async with StandInReplica() as guest, StandInReplica() as own:
-        guest.break_after = 4
-        rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0")
-        async with calling(*rows) as (_, session):
-            _, answer, _ = await ask(session, VLLM, vllm_body(6, sampling=sampling))
-    assert answer["choices"][0]["token_ids"] == [101, 102, 103, 104, 105, 106]
-    assert own.requests[0]["token_ids"] == [1, 100, 101, 102, 103, 104]
+    assert last["segments"][-1] == {
+        "replica": "own-0",
+        "kind": "dedicated",
+        "start": kept,
+        "end": 6,
+    }
+    if not streamed:
+        assert last["versions"][-1] == {"version": 1, "start": kept, "end": 6}
+        assert len(last["versions"]) == len(last["segments"]) == 1 + bool(kept)
 
 
 @pytest.mark.parametrize("breaks", [0, 2])
 async def test_prompt_logprobs_are_vllms_and_survive_a_replica(breaks: int) -> None:
-    async with StandInReplica() as guest, StandInReplica() as own:
+    async with failing_over() as (guest, own, _, session):
         guest.break_after = breaks
-        rows = entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0")
-        async with calling(*rows) as (_, session):
-            body = vllm_body(4, token_ids=[1, 90, 100], sampling={"prompt_logprobs": 0})
-            _, answer, _ = await ask(session, VLLM, body)
-            body = {"prompt": [1, 90, 100], "max_tokens": 4, "prompt_logprobs": 0}
-            _, openai, _ = await ask(session, COMPLETIONS, body)
+        sampling = {"prompt_logprobs": 0}
+        body = vllm_body(4, token_ids=[1, 90, 100], sampling=sampling)
+        _, answer, _ = await ask(session, VLLM, body)
+        body = {"prompt": [1, 90, 100], "max_tokens": 4, **sampling}
+        _, openai, _ = await ask(session, COMPLETIONS, body)
     expected = [
         None,
         {"90": {"logprob": -0.09, "rank": 1, "decoded_token": None}},
@@ -186,20 +157,8 @@ async def test_prompt_logprobs_are_vllms_and_survive_a_replica(breaks: int) -> N
     assert own.requests[0]["sampling"]["prompt_logprobs"] == (None if breaks else 0)
 
 
-async def test_hedges_and_what_cannot_be_copied_exclude_each_other() -> None:
-    group = {"group_id": "g", "group_size": 2, "hedges": 1}
-    async with calling() as (_, session):
-        for sampling in ({"frequency_penalty": 1.0}, {"prompt_logprobs": 0}):
-            status, answer, _ = await ask(session, VLLM, vllm_body(2, sampling=sampling, **group))
-            assert (status, "hedges" in answer["error"]["message"]) == (400, True)
-
-
 async def test_a_stock_vllm_is_asked_for_the_same_and_refuses_what_no_stream_has() -> None:
-    async with (
-        StandInVllm() as engine,
-        attached(engine.url) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with StandInVllm() as engine, attached(engine.url) as (_, session):
         more = {**PENALTIES, "structured_outputs": {"regex": "a+"}, "ignore_eos": True}
         status, _, _ = await ask(session, VLLM, vllm_body(2, sampling=more))
         refused, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={"prompt_logprobs": 0}))
@@ -209,11 +168,7 @@ async def test_a_stock_vllm_is_asked_for_the_same_and_refuses_what_no_stream_has
 
 
 async def test_a_stock_sglang_is_asked_for_what_it_has_and_the_rest_is_refused_by_name() -> None:
-    async with (
-        StandInSglang() as engine,
-        attached(engine.url) as gw,
-        aiohttp.ClientSession(base_url(gw)) as session,
-    ):
+    async with StandInSglang() as engine, attached(engine.url) as (_, session):
         more = {"min_p": 0.1, "frequency_penalty": 0.5, "presence_penalty": 0.5}
         asked = {**more, "structured_outputs": {"json": "{}"}}
         status, _, _ = await ask(session, VLLM, vllm_body(2, sampling=asked))

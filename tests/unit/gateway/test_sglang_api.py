@@ -1,8 +1,7 @@
 import json
 from typing import Any
 
-import pytest
-from gateway_cases import calling, serving
+from gateway_cases import serving
 from wire_cases import ask, payloads, stream
 
 from tests.fakes.replica import StandInReplica
@@ -62,29 +61,6 @@ async def test_sglangs_higher_priority_is_the_lower_number_inside() -> None:
     async with serving() as (replica, _, session):
         await ask(session, GENERATE, sglang_body(2, priority=5))
     assert replica.requests[0]["priority"] == -5
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"sampling_params": {"max_new_tokens": 2}},
-        {"text": "no tokenizer here"},
-        sglang_body(2, sampling={"regex": "a*", "ebnf": "b"}),
-        sglang_body(2, sampling={"max_tokens": 2}),
-        sglang_body(2, sampling={"stop": "x"}),
-        sglang_body(2, image_data="x"),
-        sglang_body(2, top_logprobs_num=3),
-        sglang_body(2, logprob_start_len=0),
-        sglang_body(2, input_ids=[1, [2]]),
-        sglang_body(2, rid=["a", "b"]),
-    ],
-)
-async def test_errors_are_400_in_sglangs_shape(body: Any) -> None:
-    async with calling() as (_, session):
-        status, answer, _ = await ask(session, GENERATE, body)
-    assert status == 400
-    assert list(answer) == ["error"]
-    assert list(answer["error"]) == ["message"]
 
 
 async def test_of_text_and_tokens_the_tokens_are_the_prompt_as_in_sglang() -> None:

@@ -114,67 +114,11 @@ async def test_a_conversation_that_costs_too_much_is_refused_alone(
     assert pause[0] < 1.0
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"chat_template": "{{ 'a' * 9 }}"},
-        {"tokenize": False},
-        {"return_dict": True},
-        {"return_tensors": "np"},
-        {"return_assistant_tokens_mask": True},
-        {"padding": "max_length"},
-        {"max_length": 20_000_000},
-        {"truncation": True},
-        {"tools": None},
-        {"documents": None},
-        {"messages": "x"},
-        {"tokenizer_kwargs": None},
-        {"enable_thinking": {"a": []}},
-        {"not a name": 1},
-        {"x" * 65: 1},
-        {"big": 10**30},
-        {"long": "x" * 5_000},
-        {f"v{k}": k for k in range(33)},
-    ],
-)
-@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-async def test_only_variables_of_the_template_are_taken(
-    texty: Gateway, path: str, variables: dict[str, Any]
-) -> None:
-    body = chat(chat_template_kwargs=variables)
-    async with aiohttp.ClientSession(base_url(texty)) as session:
-        status, answer, _ = await ask(session, path, body)
-    assert status == 400
-    assert "chat_template_kwargs" in answer["error"]["message"]
-
-
 async def test_a_variable_of_the_template_reaches_it(texty: Gateway) -> None:
     async with aiohttp.ClientSession(base_url(texty)) as session:
         plain = (await ask(session, "/tokenize", chat()))[1]
         more = (await ask(session, "/tokenize", chat(chat_template_kwargs={"size": 7})))[1]
     assert more["count"] == plain["count"] + 7
-
-
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/tokenize", {"prompt": "x" * 100_001}),
-        ("/tokenize", {"prompt": "x" * 100_001, "return_token_strs": True}),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 100_001}]}),
-        ("/v1/completions", {"prompt": ["x" * 60_000] * 2}),
-        ("/generate", {"text": ["x" * 60_000] * 2}),
-        ("/v1/completions", {"prompt": ["x"] * 4_097}),
-        ("/v1/completions", {"prompt": "x", "stop": ["z" * 3_000, "y" * 3_000]}),
-        ("/generate", {"text": "x", "sampling_params": {"stop": "z" * 5_000}}),
-        (CHAT, {"messages": []}),
-        (CHAT, {"messages": "x"}),
-        (CHAT, {"messages": [[]]}),
-    ],
-)
-async def test_text_beyond_the_bounds_is_400(texty: Gateway, path: str, body: Any) -> None:
-    async with aiohttp.ClientSession(base_url(texty)) as session:
-        status, answer, _ = await ask(session, path, body)
-    assert (status, bool(answer["error"]["message"])) == (400, True)
 
 
 async def test_long_texts_are_the_same_as_short_ones(texty: Gateway) -> None:

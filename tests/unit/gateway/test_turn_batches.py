@@ -8,17 +8,16 @@ from typing import Any
 import aiohttp
 import pytest
 from gateway_cases import base_url, calling, entry, gateway_with, until
-from wire_cases import ask
+from wire_cases import COMPLETIONS, ask
 
-from rose.contract.replica import StreamLine
 from rose.errors import ConfigError
 from rose.gateway.backends import batches
 from rose.gateway.backends.batches import BatchCollector, BatchedTurn
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.settings import parse_settings
+from tests.fakes.http_peer import CHUNKED, Receiver, ScriptedServer, chunk
 from tests.fakes.replica import StandInReplica
 
-COMPLETIONS = "/v1/completions"
 GENERATE = "/rose/v1/generate"
 
 
@@ -57,38 +56,30 @@ def outputs(answer: Any) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-async def test_a_request_of_many_turns_is_one_request_to_a_replica() -> None:
-    replica = StandInReplica(version=4)
-    status, answer = await asked([replica], body(4, 8))
-    assert (status, outputs(answer)) == (200, right(4, 8))
-    assert replica.batches == [32]
-    assert len({each["request_id"] for each in replica.requests}) == 32
-    assert [v["version"] for each in answer["choices"] for v in each["versions"]] == [4] * 32
-
-
-async def test_no_request_has_more_turns_than_the_operator_allows() -> None:
-    replica = StandInReplica()
-    status, answer = await asked([replica], body(10), turns_per_request=4)
-    assert (status, outputs(answer)) == (200, right(10))
-    assert replica.batches == [4, 4, 2]
-
-
-async def test_one_turn_a_request_asks_for_none_together() -> None:
-    replica = StandInReplica()
-    status, answer = await asked([replica], body(3), turns_per_request=1)
-    assert (status, outputs(answer)) == (200, right(3))
-    assert (replica.batches, replica.paths) == ([], [GENERATE] * 3)
+@pytest.mark.parametrize(
+    ("prompts", "samples", "settings", "batches"),
+    [
+        (4, 8, {}, [32]),
+        (10, 1, {"turns_per_request": 4}, [4, 4, 2]),
+        (3, 1, {"turns_per_request": 1}, []),
+        (1, 1, {}, []),
+    ],
+)
+async def test_turns_of_a_request_are_as_few_requests_as_the_operator_allows(
+    prompts: int, samples: int, settings: dict[str, Any], batches: list[int]
+) -> None:
+    replica, turns = StandInReplica(version=4), prompts * samples
+    status, answer = await asked([replica], body(prompts, samples), **settings)
+    assert (status, outputs(answer)) == (200, right(prompts, samples))
+    assert replica.batches == batches
+    assert batches or replica.paths == [GENERATE] * turns
+    assert len({each["request_id"] for each in replica.requests}) == turns
+    assert [v["version"] for each in answer["choices"] for v in each["versions"]] == [4] * turns
 
 
 def test_no_turn_a_request_is_refused() -> None:
     with pytest.raises(ConfigError, match="--turns-per-request"):
         parse_settings(["--port=1", "--scheduler=h:1", "--turns-per-request=0"])
-
-
-async def test_a_single_turn_is_asked_for_as_ever() -> None:
-    replica = StandInReplica()
-    assert (await asked([replica], body(1)))[0] == 200
-    assert (replica.batches, replica.paths) == ([], [GENERATE])
 
 
 async def test_a_batch_that_is_refused_as_a_request_is_asked_turn_by_turn() -> None:
@@ -137,38 +128,13 @@ async def test_what_one_turn_is_refused_for_is_said_of_it() -> None:
     assert "own-0 refuses the turn: too long" in answer["error"]["message"]
 
 
-class Heard:
-    """Receiver of one turn, which notes what it hears."""
-
-    def __init__(self) -> None:
-        self.code = 0
-        self.said = b""
-        self.tokens: list[int] = []
-        self.finish: str | None = None
-        self.over: list[Exception | None] = []
-
-    def status(self, code: int) -> None:
-        self.code = code
-
-    def body(self, data: bytes) -> None:
-        self.said += data
-
-    def lines(self, lines: Sequence[StreamLine]) -> None:
-        for line in lines:
-            self.tokens += line.token_ids
-            self.finish = line.finish_reason or self.finish
-
-    def ended(self, error: Exception | None) -> None:
-        self.over.append(error)
-
-
 def turn(number: int, tokens: int = 3) -> bytes:
     said = f'"token_ids":[1,{100 * number}],"sampling":{{"max_tokens":{tokens}}}'
     return f'{{"request_id":"r{number}",{said}}}'.encode()
 
 
-def joined(batches: BatchCollector, url: str, count: int) -> list[tuple[BatchedTurn, Heard]]:
-    heard = [Heard() for _ in range(count)]
+def joined(batches: BatchCollector, url: str, count: int) -> list[tuple[BatchedTurn, Receiver]]:
+    heard = [Receiver() for _ in range(count)]
     return [(batches.join(url, GENERATE, turn(k + 1), each), each) for k, each in enumerate(heard)]
 
 
@@ -181,7 +147,7 @@ async def test_a_turn_that_leaves_is_ended_at_the_replica_and_the_others_go_on()
         gone.leave(first)
         await until(lambda: replica.left == [0])
         assert replica.live == 2, "the request goes on"
-        assert (second.over, second.finish) == ([], None)
+        assert (second.ends, second.finish) == ([], None)
         stays.leave(second)
         await until(lambda: replica.live == 0)
         assert replica.left == [0], "the last one hangs up"
@@ -195,7 +161,7 @@ async def test_one_that_left_before_it_was_sent_is_not_asked_for() -> None:
         seats[1][0].leave(seats[1][1])
         await until(lambda: all(seats[k][1].finish for k in (0, 2)))
         assert replica.batches == [2]
-        assert (seats[1][1].tokens, seats[1][1].over) == ([], [])
+        assert (seats[1][1].tokens, seats[1][1].ends) == ([], [])
         assert [seats[k][1].tokens for k in (0, 2)] == [[101, 102, 103], [301, 302, 303]]
         upstream.close()
 
@@ -203,27 +169,16 @@ async def test_one_that_left_before_it_was_sent_is_not_asked_for() -> None:
 async def test_no_connection_is_heard_of_by_all() -> None:
     upstream = Upstream()
     seats = joined(BatchCollector(upstream, 64), "http://127.0.0.1:9", 2)
-    await until(lambda: all(heard.over for _, heard in seats))
-    assert all(isinstance(heard.over[0], OSError) for _, heard in seats)
+    await until(lambda: all(heard.ends for _, heard in seats))
+    assert all(isinstance(heard.ends[0], OSError) for _, heard in seats)
 
 
 @pytest.mark.parametrize("line", [b"nonsense\n", b'[9,{"token_ids":[1]}]\n', b'{"turn":0}\n'])
 async def test_lines_of_no_turn_end_all_of_them(line: bytes) -> None:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-        writer.write(head + b"%x\r\n%b\r\n" % (len(line), line))
-        # The gateway hangs up on such a replica.
-        await reader.read()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        upstream = Upstream()
-        seats = joined(BatchCollector(upstream, 64), url, 2)
-        await until(lambda: all(heard.over for _, heard in seats))
-        assert all("BackendError" in repr(heard.over[0]) for _, heard in seats)
+    async with ScriptedServer([CHUNKED + chunk(line)]) as server:
+        seats = joined(BatchCollector(Upstream(), 64), server.url, 2)
+        await until(lambda: all(heard.ends for _, heard in seats))
+        assert all("BackendError" in repr(heard.ends[0]) for _, heard in seats)
         assert [heard.tokens for _, heard in seats] == [[], []]
         for seat, heard in seats:
             seat.leave(heard)
@@ -233,20 +188,9 @@ async def test_an_answer_that_does_not_end_after_its_turns_holds_no_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(batches, "REST_OF_ANSWER_S", 0.01)
-    over: list[bytes] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        lines = b'[0,{"finish_reason":"stop"}]\n[1,{"finish_reason":"length"}]\n'
-        head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-        writer.write(head + b"%x\r\n%b\r\n" % (len(lines), lines))
-        over.append(await reader.read())
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        seats = joined(BatchCollector(Upstream(), 64), url, 2)
-        await until(lambda: bool(over))
+    lines = b'[0,{"finish_reason":"stop"}]\n[1,{"finish_reason":"length"}]\n'
+    async with ScriptedServer([CHUNKED + chunk(lines)]) as server:
+        seats = joined(BatchCollector(Upstream(), 64), server.url, 2)
+        await until(lambda: server.hung_up == 1)
     assert [heard.finish for _, heard in seats] == ["stop", "length"]
-    assert [heard.over for _, heard in seats] == [[], []]
+    assert [heard.ends for _, heard in seats] == [[], []]

@@ -5,25 +5,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, serving
-from hypothesis import given
+from gateway_cases import base_url, failing_over, serving
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from multidict import CIMultiDict
-from wire_cases import VLLM, ask, stream, vllm_body
+from wire_cases import GENERATE_ROUTES, VLLM, ask, body_of, stream, vllm_body
 
 from rose.client import RolloutClient, Sampling
 from rose.tracing import NO_SPANS, Spans, TraceContext, parsed, spans_of, trace_of
-from tests.fakes.replica import StandInReplica
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
-ROUTES = {
-    VLLM: vllm_body(3),
-    "/generate": {"input_ids": [1, 100], "sampling_params": {"max_new_tokens": 3}},
-    "/v1/completions": {"prompt": [1, 100], "max_tokens": 3},
-}
 
 
 # ---- the header ----
@@ -59,6 +52,7 @@ def test_what_is_malformed_is_ignored_with_its_state(said: str) -> None:
     assert parsed(said, "a=1") is None
 
 
+@settings(max_examples=50)
 @given(st.text(max_size=80), st.text(max_size=600))
 def test_whatever_comes_is_handed_on_as_one_clean_header_or_not_at_all(
     parent: str, state: str
@@ -80,15 +74,12 @@ def test_two_headers_are_none() -> None:
 # ---- on its way ----
 
 
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize("path", GENERATE_ROUTES)
 async def test_a_trace_reaches_the_replica_and_comes_back(path: str) -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        aiohttp.ClientSession(base_url(gw), headers={"traceparent": SAMPLED}) as session,
-    ):
-        for body in (ROUTES[path], {**ROUTES[path], "stream": True}):
-            async with session.post(path, json=body) as answer:
+    async with serving() as (replica, _, session):
+        for body in (body_of(path), {**body_of(path), "stream": True}):
+            headers = {"traceparent": SAMPLED}
+            async with session.post(path, json=body, headers=headers) as answer:
                 assert answer.status == 200
                 assert answer.headers["traceparent"] == SAMPLED
                 await answer.read()
@@ -105,17 +96,12 @@ async def test_a_turn_without_a_valid_trace_is_a_turn_without_one() -> None:
 
 
 async def test_each_attempt_is_of_the_trace_and_the_log_has_the_turn(tmp_path: Path) -> None:
-    async with StandInReplica() as guest, StandInReplica() as own:
+    async with failing_over(log_dir=tmp_path) as (guest, own, gw, session):
         guest.revoke_after = 1
-        rows = (entry(guest, "guest-0", decode_tok_s=9e5), entry(own, "own-0"))
-        async with gateway_with(*rows, log_dir=tmp_path) as gw:
-            async with aiohttp.ClientSession(base_url(gw)) as session:
-                headers = {"traceparent": SAMPLED}
-                status, _, _ = await ask(session, VLLM, vllm_body(3), headers=headers)
-                assert status == 200
-                unrecorded = {"traceparent": SAMPLED[:-1] + "0"}
-                assert (await ask(session, VLLM, vllm_body(3), headers=unrecorded))[0] == 200
-            assert gw.flush_logs()
+        for trace in (SAMPLED, SAMPLED[:-1] + "0"):
+            headers = {"traceparent": trace}
+            assert (await ask(session, VLLM, vllm_body(3), headers=headers))[0] == 200
+        assert gw.flush_logs()
     assert guest.traces[0] == own.traces[0] == SAMPLED
     lines = (tmp_path / "events-gateway.jsonl").read_text().splitlines()
     [said] = [line for line in lines if '"turn_traced"' in line]
@@ -134,11 +120,7 @@ async def test_a_turn_that_is_sent_again_is_the_same_in_another_trace() -> None:
 
 
 async def test_the_client_names_a_trace_and_learns_it() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        RolloutClient(base_url(gw)) as client,
-    ):
+    async with serving() as (replica, gw, _), RolloutClient(base_url(gw)) as client:
         turn = await client.generate([1, 2], Sampling(max_tokens=3), traceparent=SAMPLED)
         assert turn.trace_id == TRACE
         async with client.stream([1, 2], Sampling(max_tokens=3), traceparent=SAMPLED) as parts:
@@ -181,11 +163,7 @@ async def test_spans_of_turn_and_attempts_stand_between_caller_and_replica(
 
 async def test_the_clients_own_span_is_the_parent() -> None:
     _, tracer, _ = otel()
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0")) as gw,
-        RolloutClient(base_url(gw)) as client,
-    ):
+    async with serving() as (replica, gw, _), RolloutClient(base_url(gw)) as client:
         with tracer.start_as_current_span("rollout") as span:
             made = span.get_span_context()
             turn = await client.generate([1, 2], Sampling(max_tokens=3))

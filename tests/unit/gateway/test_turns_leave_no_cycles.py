@@ -9,26 +9,29 @@ import gc
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import uvloop
-from gateway_cases import gateway_with, until
+from gateway_cases import entry, gateway_with, until
+from wire_cases import VLLM, vllm_body
 
 from bench.load.standin import Pace, listen
 from bench.load.streams import HUNG_UP, HttpCaller
 from elastic_scheduler import ReplicaKind
 from elastic_scheduler import hedging as hedge
 from elastic_scheduler.routing import cost
-from rose.gateway import Gateway, ReplicaEntry, server
+from rose.gateway import Gateway, server
 from rose.gateway.replicas import dispatcher
 from rose.gateway.turn_request import Sampling, TurnRequest
 from rose.gateway.turns import hedging
 from rose.process import http_client
+from tests.fakes.replica import StandInReplica
 from tests.harness.waiting import PATIENCE_S
 
-GENERATE = "/inference/v1/generate"
 TURNS = 8
 # Far above what any way takes.
 HANG_S = 30.0
@@ -44,13 +47,7 @@ def _frozen() -> Iterator[None]:
 
 
 def body(way: str, number: int, max_tokens: int = 16, **fields: Any) -> bytes:
-    asked = {
-        "request_id": f"{way}-{number}",
-        "token_ids": [1, 100],
-        "sampling_params": {"max_tokens": max_tokens, "logprobs": 0, **fields.pop("sampling", {})},
-        **fields,
-    }
-    return json.dumps(asked).encode()
+    return json.dumps(vllm_body(max_tokens, request_id=f"{way}-{number}", **fields)).encode()
 
 
 class House:
@@ -68,15 +65,12 @@ class House:
         rows = dict(zip("ab", zip(self.ports, decode_tok_s, strict=True), strict=True))
         self.gateway.set_table(
             tuple(
-                ReplicaEntry(
-                    id=name,
-                    kind=ReplicaKind.DEDICATED,
+                entry(
+                    StandInReplica(),
+                    name,
                     url=f"http://127.0.0.1:{rows[name][0]}",
-                    leased=True,
+                    kind=ReplicaKind.DEDICATED,
                     lease_epoch=self.epoch,
-                    healthy=True,
-                    policy_version=0,
-                    max_sequences=64,
                     decode_tok_s=rows[name][1],
                     prefill_tok_s=1e6,
                 )
@@ -84,7 +78,7 @@ class House:
             )
         )
 
-    async def ask(self, asked: bytes, *wanted: int, path: str = GENERATE, **how: Any) -> None:
+    async def ask(self, asked: bytes, *wanted: int, path: str = VLLM, **how: Any) -> None:
         caller = (
             self._idle.pop() if self._idle else HttpCaller(f"http://127.0.0.1:{self.gateway.port}")
         )
@@ -123,8 +117,55 @@ async def house(**settings: Any) -> AsyncIterator[House]:
             each.close()
 
 
-Way = Callable[[House, int], Awaitable[None]]
-WAYS: dict[str, Way] = {}
+@dataclass(frozen=True)
+class Way:
+    """A request's fault (the first word of its id), its answer's statuses, its body, and how it is
+    sent.
+    """
+
+    fault: str
+    wanted: tuple[int, ...] = (200,)
+    fields: dict[str, Any] = field(default_factory=dict)
+    tokens: int = 16
+    how: dict[str, Any] = field(default_factory=dict)
+
+    async def __call__(self, case: House, number: int) -> None:
+        await case.ask(
+            body(self.fault, number, self.tokens, **deepcopy(self.fields)), *self.wanted, **self.how
+        )
+
+
+STREAM: dict[str, Any] = {"stream": True}
+THREE: dict[str, Any] = {"sampling": {"n": 3}}
+LATE: dict[str, Any] = {"timeout_s": 0.03}
+SOON, AT_TOKENS = {"hang_up_after_s": 0.01}, {"hang_up_at": b"data: "}
+WAYS: dict[str, Callable[[House, int], Awaitable[None]]] = {
+    "whole": Way("whole"),
+    "streamed": Way("whole", fields=STREAM),
+    "samples": Way("n", fields=THREE),
+    "samples_streamed": Way("n", fields=THREE | STREAM),
+    "deadline": Way("silent", (504,), LATE),
+    "deadline_streamed": Way("silent", (200, 504), LATE | STREAM),
+    "deadline_of_samples": Way("late", (504,), LATE | THREE, 4_000),
+    "deadline_of_samples_streamed": Way("late", (200, 504), LATE | THREE | STREAM, 4_000),
+    "hung_up": Way("long", (HUNG_UP,), {}, 4_000, SOON),
+    "hung_up_in_a_stream": Way("long", (HUNG_UP,), STREAM, 4_000, AT_TOKENS),
+    "hung_up_with_samples": Way("long", (HUNG_UP,), THREE, 4_000, SOON),
+    "hung_up_in_a_stream_of_samples": Way("long", (HUNG_UP,), THREE | STREAM, 4_000, AT_TOKENS),
+    "hung_up_while_waiting": Way("wait", (HUNG_UP,), {"min_version": 9}, 16, SOON),
+    "revoked": Way("revoked"),
+    "revoked_in_a_stream": Way("revoked", fields=STREAM),
+    "revoked_again_and_again": Way("revoked_again"),
+    "draining": Way("draining"),
+    "refused": Way("refused", (400,)),
+    "faulty": Way("faulty"),
+    "failing": Way("failing", (503,)),
+    "failing_in_a_stream": Way("failing", (503,), STREAM),
+    "dies": Way("dies"),
+    "garbage": Way("garbage"),
+    "version_over": Way("version", (409,), {"exact_version": 9}),
+    "bad_input": Way("bad", (400,), {"sampling": {"temperature": -1}}),
+}
 # By the first word of a way's name.
 SETTINGS: dict[str, dict[str, Any]] = {
     "hedged": {"stall_s": 9.0},
@@ -134,56 +175,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def way(made: Way) -> Way:
+def way(made: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
     WAYS[made.__name__] = made
     return made
-
-
-@way
-async def whole(case: House, number: int) -> None:
-    await case.ask(body("whole", number), 200)
-
-
-@way
-async def streamed(case: House, number: int) -> None:
-    await case.ask(body("streamed", number, stream=True), 200)
-
-
-@way
-async def samples(case: House, number: int) -> None:
-    await case.ask(body("n", number, sampling={"n": 3}), 200)
-
-
-@way
-async def samples_streamed(case: House, number: int) -> None:
-    await case.ask(body("n", number, sampling={"n": 3}, stream=True), 200)
 
 
 @way
 async def asked_twice(case: House, number: int) -> None:
     asked = body("twice", number)
     await asyncio.gather(case.ask(asked, 200), case.ask(asked, 200))
-
-
-@way
-async def deadline(case: House, number: int) -> None:
-    await case.ask(body("silent", number, timeout_s=0.03), 504)
-
-
-@way
-async def deadline_streamed(case: House, number: int) -> None:
-    await case.ask(body("silent", number, timeout_s=0.03, stream=True), 200, 504)
-
-
-@way
-async def deadline_of_samples(case: House, number: int) -> None:
-    await case.ask(body("late", number, 4000, timeout_s=0.03, sampling={"n": 3}), 504)
-
-
-@way
-async def deadline_of_samples_streamed(case: House, number: int) -> None:
-    asked = body("late", number, 4000, timeout_s=0.03, sampling={"n": 3}, stream=True)
-    await case.ask(asked, 200, 504)
 
 
 @way
@@ -196,48 +196,6 @@ async def stalled(case: House, number: int) -> None:
 
 
 @way
-async def hung_up(case: House, number: int) -> None:
-    await case.ask(body("long", number, 4000), HUNG_UP, hang_up_after_s=0.01)
-
-
-@way
-async def hung_up_in_a_stream(case: House, number: int) -> None:
-    await case.ask(body("long", number, 4000, stream=True), HUNG_UP, hang_up_at=b"data: ")
-
-
-@way
-async def hung_up_with_samples(case: House, number: int) -> None:
-    asked = body("long", number, 4000, sampling={"n": 3})
-    await case.ask(asked, HUNG_UP, hang_up_after_s=0.01)
-
-
-@way
-async def hung_up_in_a_stream_of_samples(case: House, number: int) -> None:
-    asked = body("long", number, 4000, sampling={"n": 3}, stream=True)
-    await case.ask(asked, HUNG_UP, hang_up_at=b"data: ")
-
-
-@way
-async def hung_up_while_waiting(case: House, number: int) -> None:
-    await case.ask(body("wait", number, min_version=9), HUNG_UP, hang_up_after_s=0.01)
-
-
-@way
-async def revoked(case: House, number: int) -> None:
-    await case.ask(body("revoked", number), 200)
-
-
-@way
-async def revoked_in_a_stream(case: House, number: int) -> None:
-    await case.ask(body("revoked", number, stream=True), 200)
-
-
-@way
-async def revoked_again_and_again(case: House, number: int) -> None:
-    await case.ask(body("revoked_again", number), 200)
-
-
-@way
 async def lease_lost(case: House, number: int) -> None:
     turn = asyncio.ensure_future(case.ask(body("long", number, 64), 200))
     for _ in range(3):
@@ -246,72 +204,29 @@ async def lease_lost(case: House, number: int) -> None:
     await turn
 
 
-@way
-async def draining(case: House, number: int) -> None:
-    await case.ask(body("draining", number), 200)
-
-
-@way
-async def refused(case: House, number: int) -> None:
-    await case.ask(body("refused", number), 400)
-
-
-@way
-async def faulty(case: House, number: int) -> None:
-    await case.ask(body("faulty", number), 200)
-
-
-@way
-async def failing(case: House, number: int) -> None:
-    await case.ask(body("failing", number), 503)
-
-
-@way
-async def failing_in_a_stream(case: House, number: int) -> None:
-    await case.ask(body("failing", number, stream=True), 503)
-
-
-@way
-async def dies(case: House, number: int) -> None:
-    await case.ask(body("dies", number), 200)
-
-
-@way
-async def garbage(case: House, number: int) -> None:
-    await case.ask(body("garbage", number), 200)
-
-
-@way
-async def version_over(case: House, number: int) -> None:
-    await case.ask(body("version", number, exact_version=9), 409)
-
-
-@way
-async def aborted(case: House, number: int) -> None:
-    turn = asyncio.ensure_future(case.ask(body("long", number, 4000), 409))
+async def ended_by(case: House, number: int, path: str, asked: Any, **fields: Any) -> None:
+    """A turn that a request of another route ends: 409, or 200 where tokens were streamed."""
+    wanted = (200, 409) if "stream" in fields else (409,)
+    turn = asyncio.ensure_future(case.ask(body("long", number, 4_000, **fields), *wanted))
     await asyncio.sleep(0.01)
-    names = json.dumps({"request_ids": [f"long-{number}"]}).encode()
-    await case.ask(names, 200, path="/inference/v1/abort_requests")
+    await case.ask(json.dumps(asked).encode(), 200, path=path)
     await turn
+
+
+@way
+async def aborted(case: House, number: int, **fields: Any) -> None:
+    names = {"request_ids": [f"long-{number}"]}
+    await ended_by(case, number, "/inference/v1/abort_requests", names, **fields)
 
 
 @way
 async def aborted_in_a_stream(case: House, number: int) -> None:
-    # 409 where nothing was streamed yet.
-    asked = body("long", number, 4000, stream=True)
-    turn = asyncio.ensure_future(case.ask(asked, 200, 409))
-    await asyncio.sleep(0.01)
-    names = json.dumps({"request_ids": [f"long-{number}"]}).encode()
-    await case.ask(names, 200, path="/inference/v1/abort_requests")
-    await turn
+    await aborted(case, number, stream=True)
 
 
 @way
 async def session_finished(case: House, number: int) -> None:
-    turn = asyncio.ensure_future(case.ask(body("long", number, 4000, session_id="s"), 409))
-    await asyncio.sleep(0.01)
-    await case.ask(b'{"session_id": "s"}', 200, path="/finish_session")
-    await turn
+    await ended_by(case, number, "/finish_session", {"session_id": "s"}, session_id="s")
 
 
 @way
@@ -325,7 +240,7 @@ async def cancelled_before_it_began(case: House, number: int) -> None:
 @way
 async def resumed(case: House, number: int) -> None:
     asked = body("long", number, 64, stream=True)
-    await case.ask(asked, HUNG_UP, hang_up_at=b"data: ")
+    await case.ask(asked, HUNG_UP, **AT_TOKENS)
     await case.ask(asked, 200)
 
 
@@ -335,6 +250,12 @@ async def no_replica(case: House, number: int) -> None:
     await case.ask(body("none", number), 503)
 
 
+@way
+async def no_json(case: House, number: int) -> None:
+    del number
+    await case.ask(b"{", 400)
+
+
 async def before_hedged(case: House) -> None:
     """Nothing is known of a, which says that it is fast; b's pace is known from a turn there."""
     case.set_table("b")
@@ -342,71 +263,72 @@ async def before_hedged(case: House) -> None:
     case.set_table("ab", (1e6, 1e3))
 
 
-async def hedged(case: House, number: int, *wanted: int, **how: Any) -> None:
+def hedged(
+    gaps_s: tuple[float, float], wanted: int, how: dict[str, Any], **fields: Any
+) -> Callable[[House, int], Awaitable[None]]:
     """A turn which begins on a; as soon as its pace is known it has a copy on b."""
-    group = {"group_id": f"g{number}", "group_size": 1, "hedges": 1}
-    asked = body("hedged", number, 24, **group, **how.pop("fields", {}))
-    await case.ask(asked, *wanted, **how)
+
+    async def turn(case: House, number: int) -> None:
+        case.paces[0].gap_s, case.paces[1].gap_s = gaps_s
+        group = {"group_id": f"g{number}", "group_size": 1, "hedges": 1}
+        await case.ask(body("hedged", number, 24, **group, **fields), wanted, **how)
+
+    return turn
 
 
-@way
-async def hedged_and_the_copy_wins(case: House, number: int) -> None:
-    case.paces[0].gap_s = 0.1
-    await hedged(case, number, 200)
+WAYS |= {
+    "hedged_and_the_copy_wins": hedged((0.1, 0.001), 200, {}),
+    "hedged_and_the_copy_loses": hedged((0.03, 0.3), 200, {}),
+    "hedged_and_hung_up": hedged((0.1, 0.1), HUNG_UP, {"hang_up_after_s": 0.4}),
+    "hedged_and_late": hedged((0.1, 0.1), 504, {}, timeout_s=0.4),
+}
 
 
-@way
-async def hedged_and_the_copy_loses(case: House, number: int) -> None:
-    case.paces[0].gap_s, case.paces[1].gap_s = 0.03, 0.3
-    await hedged(case, number, 200)
+@contextmanager
+def saved() -> Iterator[Callable[[], Counter[str]]]:
+    """A collector that is off, and keeps what the caller has it collect: the types of it."""
+
+    def garbage() -> Counter[str]:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return Counter(type(each).__name__ for each in gc.garbage)
+
+    gc.collect()
+    gc.disable()
+    try:
+        yield garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
 
 
-@way
-async def hedged_and_hung_up(case: House, number: int) -> None:
-    case.paces[0].gap_s = case.paces[1].gap_s = 0.1
-    await hedged(case, number, HUNG_UP, hang_up_after_s=0.4)
-
-
-@way
-async def hedged_and_late(case: House, number: int) -> None:
-    case.paces[0].gap_s = case.paces[1].gap_s = 0.1
-    await hedged(case, number, 504, fields={"timeout_s": 0.4})
-
-
-@way
-async def bad_input(case: House, number: int) -> None:
-    await case.ask(body("bad", number, sampling={"temperature": -1}), 400)
-    await case.ask(b"{", 400)
-
-
-async def left_by(way: Way) -> Counter[str]:
+async def left_by(name: str) -> Counter[str]:
     """Types of all objects that turns of this way leave in cycles."""
     settings = {"stall_s": 0.03, "version_wait_s": 0.05, "resume_grace_s": 0.05}
-    settings |= SETTINGS.get(way.__name__.split("_")[0], {})
+    settings |= SETTINGS.get(name.split("_")[0], {})
     async with house(**settings) as case:
 
         async def turns(first: int) -> None:
-            if way.__name__.startswith("hedged"):
+            if name.startswith("hedged"):
                 await before_hedged(case)
-            await asyncio.gather(*(way(case, first + k) for k in range(TURNS)))
+            await asyncio.gather(*(WAYS[name](case, first + k) for k in range(TURNS)))
             await until(lambda: not case.gateway.status().running)
             await asyncio.sleep(0.01)
 
         await turns(0)
-        gc.collect()
-        gc.disable()
         stats = case.gateway.stats
         hedges = stats.hedges
-        try:
+        with saved() as garbage:
             await turns(TURNS)
-            assert stats.hedges > hedges or not way.__name__.startswith("hedged")
-            gc.set_debug(gc.DEBUG_SAVEALL)
-            gc.collect()
-            return Counter(type(each).__name__ for each in gc.garbage)
-        finally:
-            gc.set_debug(0)
-            gc.garbage.clear()
-            gc.enable()
+            assert stats.hedges > hedges or not name.startswith("hedged")
+            return garbage()
+
+
+def run(work: Awaitable[Counter[str]]) -> Counter[str]:
+    # The loop that gateways run on: asyncio's own leaves a cycle for each of its connections.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(asyncio.wait_for(work, HANG_S))
 
 
 @pytest.mark.parametrize("name", WAYS)
@@ -421,32 +343,23 @@ def test_a_turn_leaves_no_cycles(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(hedging, "LEAST_LEFT_S", 0.0)
         monkeypatch.setattr(hedge, "MARGIN", -9.0)
         monkeypatch.setattr(hedge, "DONE_SHARE", 0.0)
-    # The loop that gateways run on: asyncio's own leaves a cycle for each of its connections.
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        left = runner.run(asyncio.wait_for(left_by(WAYS[name]), HANG_S))
-    assert not left
+    assert not run(left_by(name))
 
 
 async def left_by_closing() -> Counter[str]:
-    gc.collect()
-    gc.disable()
-    async with house(shutdown_s=0.01) as case:
-        for stream in (False, True):
-            asked = [body(f"long_{stream}", k, 4_000, stream=stream) for k in range(TURNS)]
-            turns = [asyncio.ensure_future(case.ask(each, 200, 503)) for each in asked]
-        await until(lambda: sum(case.gateway.status().live_turns.values()) == 2 * TURNS)
-        closing = asyncio.ensure_future(case.gateway._server.close())
-        await asyncio.gather(closing, *turns)
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        return Counter(type(each).__name__ for each in gc.garbage)
+    with saved() as garbage:
+        async with house(shutdown_s=0.01) as case:
+            turns = [
+                asyncio.ensure_future(
+                    case.ask(body(f"long_{stream}", k, 4_000, stream=stream), 200, 503)
+                )
+                for k in range(TURNS)
+                for stream in (False, True)
+            ]
+            await until(lambda: sum(case.gateway.status().live_turns.values()) == 2 * TURNS)
+            await asyncio.gather(case.gateway._server.close(), *turns)
+            return garbage()
 
 
 def test_turns_that_a_closing_gateway_ends_leave_no_cycles() -> None:
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            assert not runner.run(asyncio.wait_for(left_by_closing(), HANG_S))
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
+    assert not run(left_by_closing())

@@ -5,12 +5,31 @@ from typing import Any
 
 import aiohttp
 
-VLLM = "/inference/v1/generate"
+VLLM, SGLANG = "/inference/v1/generate", "/generate"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+GENERATE_ROUTES = (VLLM, SGLANG, COMPLETIONS)
 
 
 def vllm_body(max_tokens: int = 3, **fields: Any) -> dict[str, Any]:
     sampling = {"max_tokens": max_tokens, "logprobs": 0, **fields.pop("sampling", {})}
     return {"token_ids": [1, 100], "sampling_params": sampling, **fields}
+
+
+def body_of(path: str, tokens: int = 3, **sampling: Any) -> dict[str, Any]:
+    """Return a route's request for a turn of this length, with sampling parameters."""
+    if path == VLLM:
+        return vllm_body(tokens, sampling=sampling)
+    if path == SGLANG:
+        return {"input_ids": [1, 100], "sampling_params": {"max_new_tokens": tokens, **sampling}}
+    if path == CHAT:
+        messages = [{"role": "user", "content": "x"}]
+        return {"messages": messages, "max_tokens": tokens, **sampling}
+    return {"prompt": [1, 100], "max_tokens": tokens, **sampling}
+
+
+def tokens_of(answer: Any) -> list[int]:
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
 
 
 async def ask(

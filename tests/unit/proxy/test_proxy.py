@@ -1,7 +1,7 @@
 """The proxy beside a node: what passes, for whom, and what either side's end does to the other."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,18 +14,13 @@ from rose.proxy import callers
 from rose.proxy.main import main, serve
 from rose.proxy.requests import MAX_HEAD_BYTES, PassRefusedError, passed
 from rose.security import CertificateFiles, Role
+from tests.fakes.http_peer import CHUNKED, CLOSING, END, WHOLE, Receiver, ScriptedServer
 from tests.harness.certificates import Certificates
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 
 GENERATE = "/rose/v1/generate"
 PORTS = {b"g0": 7001, b"a/b %": 7002}
 LENGTH = (b"content-length", b"2")
-OK = b"HTTP/1.1 200 OK\r\n"
-CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
-WHOLE = OK + b"Content-Length: 2\r\n\r\nhi"
-END = b"0\r\n\r\n"
-
-Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 
 # ---- what passes ----
@@ -98,77 +93,20 @@ def test_where_a_body_ends_is_never_a_matter_of_opinion(
 # ---- on sockets ----
 
 
-class Engine:
-    """An engine's server: answers each request by the next of its answers."""
-
-    def __init__(self, *answers: Answer) -> None:
-        self.answers = list(answers)
-        self.requests: list[bytes] = []
-        self.connections = 0
-        self.left = asyncio.Event()
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
-                self.requests.append(head + await reader.readexactly(length))
-                await self.answers.pop(0)(writer)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self.left.set()
-        finally:
-            writer.close()
-
-
-def pieces(*data: bytes) -> Answer:
-    async def say(writer: asyncio.StreamWriter) -> None:
-        for piece in data:
-            writer.write(piece)
-            await writer.drain()
-            await asyncio.sleep(0)
-
-    return say
-
-
-async def hang_up(writer: asyncio.StreamWriter) -> None:
-    writer.transport.abort()
-
-
-class Heard:
-    """A gateway's receiver."""
-
-    def __init__(self) -> None:
-        self.code = 0
-        self.text = b""
-        self.begun, self.over = asyncio.Event(), asyncio.Event()
-        self.error: Exception | None = None
-
-    def status(self, code: int) -> None:
-        self.code = code
-
-    def body(self, data: bytes) -> None:
-        self.text += data
-        self.begun.set()
-
-    def ended(self, error: Exception | None) -> None:
-        self.error = error
-        self.over.set()
-
-
 class ProxyBench:
     """One proxy before one engine."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
 
-    async def start(self, engine: Engine, files: CertificateFiles | None = None) -> "ProxyBench":
-        behind = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
-        port = behind.sockets[0].getsockname()[1]
-        server, self.door = await serve("127.0.0.1", 0, {"g0": port, "gone": 1}, files)
+    async def start(
+        self, engine: ScriptedServer, files: CertificateFiles | None = None
+    ) -> "ProxyBench":
+        await self._stack.enter_async_context(engine)
+        server, self.door = await serve("127.0.0.1", 0, {"g0": engine.port, "gone": 1}, files)
         self.port = server.sockets[0].getsockname()[1]
         self.url = f"{'https' if files else 'http'}://127.0.0.1:{self.port}/g0{GENERATE}"
-        for each in (behind.close, server.close, self.door.close):
+        for each in (server.close, self.door.close):
             self._stack.callback(each)
         return self
 
@@ -177,12 +115,10 @@ class ProxyBench:
         self._stack.callback(made.close)
         return made
 
-    async def ask(self, upstream: Upstream, url: str = "", body: bytes = b"{}") -> Heard:
-        heard = Heard()
+    async def ask(self, upstream: Upstream, url: str = "", body: bytes = b"{}") -> Receiver:
+        heard = Receiver()
         await upstream.post(url or self.url, body, heard)
-        async with asyncio.timeout(PATIENCE_S):
-            await heard.over.wait()
-        return heard
+        return await heard.over()
 
     async def raw(self, sent: bytes) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -205,54 +141,47 @@ async def bench() -> AsyncIterator[ProxyBench]:
 async def test_an_answer_comes_as_it_was_and_both_connections_are_used_again(
     bench: ProxyBench,
 ) -> None:
-    streamed = pieces(CHUNKED + b"2\r\nab\r\n", b"1\r\nc\r", b"\n" + END)
-    engine = Engine(streamed, pieces(WHOLE), pieces(WHOLE))
+    streamed = [CHUNKED + b"2\r\nab\r\n", b"1\r\nc\r", b"\n" + END]
+    engine = ScriptedServer(streamed, [WHOLE], [WHOLE])
     await bench.start(engine)
     upstream = bench.upstream()
     answers = [await bench.ask(upstream, body=body) for body in (b"{}", b"x" * 300_000, b"")]
-    assert [each.text for each in answers] == [b"abc", b"hi", b"hi"], [e.error for e in answers]
+    assert [each.text for each in answers] == [b"abc", b"hi", b"hi"], [e.ends for e in answers]
     assert engine.requests[1].endswith(b"x" * 300_000)
     assert (engine.connections, len(bench.door.connections)) == (1, 1)
 
 
 async def test_who_hangs_up_ends_the_turn_on_the_other_side(bench: ProxyBench) -> None:
-    engine = Engine(pieces(CHUNKED + b"2\r\nab\r\n"), hang_up, pieces(CHUNKED + b"2\r\nab"))
-    engine.answers.append(hang_up)
+    engine = ScriptedServer([CHUNKED + b"2\r\nab\r\n"], [b""], [CHUNKED + b"2\r\nab"])
+    engine.answers.append([b""])
     await bench.start(engine)
-    upstream, heard = bench.upstream(), Heard()
+    upstream, heard = bench.upstream(), Receiver()
     connection = await upstream.post(bench.url, b"{}", heard)
-    async with asyncio.timeout(PATIENCE_S):
-        await heard.begun.wait()
-        connection.leave(heard)
-        await engine.left.wait()
+    await until_async(lambda: heard.text, PATIENCE_S, "a piece")
+    connection.leave(heard)
+    await until_async(lambda: engine.hung_up, PATIENCE_S, "the engine's end")
     lost = await bench.ask(upstream)
-    assert isinstance(lost.error, ConnectionError), "an engine that ends says nothing in its place"
+    assert isinstance(lost.ends[-1], ConnectionError), (
+        "an engine that ends says nothing in its place"
+    )
     assert lost.code == 0
     assert not bench.door.connections
 
 
-async def test_an_engine_that_is_not_there_is_told_before_anything_was_sent(
-    bench: ProxyBench,
+@pytest.mark.parametrize("bytes_sent", [2, 4 << 20])
+async def test_an_engine_that_is_not_there_is_told_of_whatever_is_sent(
+    bench: ProxyBench, bytes_sent: int
 ) -> None:
-    await bench.start(Engine())
-    heard = await bench.ask(bench.upstream(), bench.url.replace("g0", "gone"))
-    assert heard.code == 503
-    assert b'"unavailable"' in heard.text
-
-
-async def test_who_sends_much_to_an_engine_that_is_not_there_is_told_all_the_same(
-    bench: ProxyBench,
-) -> None:
-    await bench.start(Engine())
+    await bench.start(ScriptedServer())
     url, upstream = bench.url.replace("g0", "gone"), bench.upstream()
-    for _ in range(5):
-        heard = await bench.ask(upstream, url, b"x" * (4 << 20))
-        assert (heard.code, heard.error) == (503, None)
+    for _ in range(3):
+        heard = await bench.ask(upstream, url, b"x" * bytes_sent)
+        assert (heard.code, heard.ends) == (503, [None])
+        assert b'"unavailable"' in heard.text
 
 
 async def test_an_engine_that_closes_after_an_answer_is_asked_anew(bench: ProxyBench) -> None:
-    closing = OK + b"Connection: close\r\nContent-Length: 2\r\n\r\nhi"
-    engine = Engine(pieces(closing), pieces(WHOLE), pieces(WHOLE))
+    engine = ScriptedServer([CLOSING], [WHOLE], [WHOLE])
     await bench.start(engine)
     upstream = bench.upstream()
     for _ in range(3):
@@ -263,7 +192,7 @@ async def test_an_engine_that_closes_after_an_answer_is_asked_anew(bench: ProxyB
 async def test_a_connection_that_its_engine_may_be_closing_is_not_used(
     bench: ProxyBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(pieces(WHOLE), pieces(WHOLE))
+    engine = ScriptedServer([WHOLE], [WHOLE])
     await bench.start(engine)
     monkeypatch.setattr(callers.EngineConnection, "idle_s", 0.0)
     upstream = bench.upstream()
@@ -288,14 +217,14 @@ HEAD = b"POST /g0/score HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
 async def test_what_does_not_pass_reaches_no_engine(
     bench: ProxyBench, sent: bytes, status: bytes
 ) -> None:
-    engine = Engine()
+    engine = ScriptedServer()
     await bench.start(engine)
     assert (await bench.raw(sent)).startswith(b"HTTP/1.1 " + status)
     assert engine.connections == 0
 
 
 async def test_a_second_request_before_the_answer_ends_both(bench: ProxyBench) -> None:
-    engine = Engine(pieces(WHOLE), pieces(WHOLE))
+    engine = ScriptedServer([WHOLE], [WHOLE])
     await bench.start(engine)
     assert b"hi" not in await bench.raw(HEAD + HEAD)
     assert len(engine.requests) <= 1
@@ -306,13 +235,13 @@ async def test_who_takes_too_long_is_closed(
 ) -> None:
     monkeypatch.setattr(callers, "HEAD_S", 0.01)
     monkeypatch.setattr(callers, "BODY_S", 0.01)
-    await bench.start(Engine())
+    await bench.start(ScriptedServer())
     for begun in (b"", b"POST /g0/sc", HEAD[:-1]):
         assert await bench.raw(begun) == b""
 
 
 async def test_beyond_the_limit_newcomers_are_closed(bench: ProxyBench) -> None:
-    engine = Engine(pieces(WHOLE))
+    engine = ScriptedServer([WHOLE])
     await bench.start(engine)
     bench.door.connections.capacity = 1
     assert (await bench.ask(bench.upstream())).code == 200
@@ -331,7 +260,7 @@ async def test_a_slow_reader_holds_its_engine_up_and_nothing_piles_up(bench: Pro
             await writer.drain()
             sent += 1
 
-    await bench.start(Engine(flood))
+    await bench.start(ScriptedServer(flood))
     reader, writer = await asyncio.open_connection("127.0.0.1", bench.port, limit=1 << 10)
     writer.write(HEAD)
     await reader.readexactly(1)
@@ -355,7 +284,7 @@ def cluster(tmp_path: Path) -> Certificates:
 async def test_gateways_of_the_cluster_come_in_and_nobody_else_does(
     bench: ProxyBench, cluster: Certificates, tmp_path: Path
 ) -> None:
-    engine = Engine(pieces(WHOLE), pieces(WHOLE))
+    engine = ScriptedServer([WHOLE], [WHOLE])
     await bench.start(engine, cluster.of(Role.NODE, "n0"))
 
     def of(role: Role) -> Upstream:
@@ -376,7 +305,7 @@ async def test_gateways_of_the_cluster_come_in_and_nobody_else_does(
 
 
 async def test_a_gateway_believes_nodes_alone(bench: ProxyBench, cluster: Certificates) -> None:
-    await bench.start(Engine(), cluster.of(Role.NODE, "n0"))
+    await bench.start(ScriptedServer(), cluster.of(Role.NODE, "n0"))
     files = cluster.of(Role.RELAY, "r0")
 
     loop = asyncio.get_running_loop()
@@ -408,7 +337,7 @@ def test_a_replica_that_is_none_is_named(
 async def test_refusals_are_logged_a_few_times_a_minute(
     bench: ProxyBench, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await bench.start(Engine())
+    await bench.start(ScriptedServer())
     for _ in range(100):
         bench.door.on_refused("10.0.0.1", "why")
     assert len(caplog.records) <= RECORDS_A_MINUTE
