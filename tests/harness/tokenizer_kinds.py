@@ -27,6 +27,19 @@ def save_byte_tokenizer(folder: Path) -> Path:
     return folder
 
 
+def ids_of(text: str) -> list[int]:
+    """Return the text's token ids in the byte tokenizer."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)
+    return [alphabet.index(letter) for word, _ in spelled for letter in word]
+
+
+def text_of(tokens: list[int]) -> str:
+    """Return the text of token ids of the byte tokenizer; only a space is written as itself."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return "".join(alphabet[token] for token in tokens).replace("Ġ", " ")
+
+
 WORDS = ("hello", "world", "hé", "a", "b")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, begin, entry, gateway_with, until
 from wire_cases import VLLM, ask, tokens_of, vllm_body
 
 from rose.gateway import Gateway
@@ -29,41 +29,35 @@ class Case:
         self, gateway: Gateway, http: aiohttp.ClientSession, slow: StandInReplica, fast: Any
     ) -> None:
         self.gateway, self.http, self.slow, self.fast = gateway, http, slow, fast
+        self.stats: Any = gateway.stats
         self.rows = {
             "slow": entry(slow, "own-slow", decode_tok_s=75.0),
             "fast": entry(fast, "own-fast", decode_tok_s=1_000.0),
         }
 
-    @property
-    def stats(self) -> Any:
-        return self.gateway.stats
-
-    def table(self, **changes: Any) -> None:
-        """The rows named, `None` for as they are; those left out are gone."""
-        self.gateway.set_table(
-            tuple(
-                row if changes[n] is None else changes[n]
-                for n, row in self.rows.items()
-                if n in changes
-            )
-        )
+    def table(self, *names: str) -> None:
+        """Leave only the rows named in the gateway's table."""
+        self.gateway.set_table(tuple(self.rows[name] for name in names))
 
     async def first(self, **fields: Any) -> "asyncio.Task[Any]":
         """Member a, of which some tokens came."""
-        self.table(slow=None)
-        turn = asyncio.create_task(ask(self.http, VLLM, member("a", **fields)))
+        self.table("slow")
+        turn = begin(self.http, member("a", **fields))
         await until(lambda: self.stats.tokens["own-slow"] >= 2)
-        self.table(slow=None, fast=None)
+        self.table("slow", "fast")
         return turn
 
-    async def second(self, **fields: Any) -> None:
-        """Member b, whole."""
+    async def begun(self, **fields: Any) -> "asyncio.Task[Any]":
+        """Member a after member b, which is whole: a copy of a is due."""
+        turn = await self.first(**fields)
+        fields.pop("timeout_s", None)
         status, answer, _ = await ask(self.http, VLLM, member("b", **fields))
         assert (status, tokens_of(answer)) == (200, COUNT)
+        return turn
 
-
-def tokens(count: int) -> dict[str, Any]:
-    return {"max_tokens": count, "logprobs": 0}
+    async def over(self) -> None:
+        """Wait until no copy of any turn runs."""
+        await until(lambda: not any(self.gateway.status().live_turns.values()))
 
 
 def segments_of(answer: Any) -> list[tuple[str, int, int]]:

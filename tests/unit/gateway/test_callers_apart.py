@@ -57,45 +57,36 @@ def _caller(url: str, token: str) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {token}"})
 
 
-async def test_a_stranger_aborts_no_turn(case: Case) -> None:
+@pytest.mark.parametrize(
+    ("path", "asked", "ended", "none", "one"),
+    [
+        ("/inference/v1/abort_requests", {"request_ids": [TURN]}, "aborted", [], [TURN]),
+        ("/finish_session", {"session_id": SESSION}, "aborted", 0, 1),
+    ],
+)
+async def test_a_stranger_ends_no_turn_and_no_session(
+    case: Case, path: str, asked: Any, ended: str, none: Any, one: Any
+) -> None:
     turn = await case.begun()
-    status, answer, _ = await ask(
-        case.stranger, "/inference/v1/abort_requests", {"request_ids": [TURN]}
-    )
-    assert (status, answer) == (200, {"aborted": []})
-    assert case.replica.live == 1
-    _, answer, _ = await ask(case.owner, "/inference/v1/abort_requests", {"request_ids": [TURN]})
-    assert answer == {"aborted": [TURN]}
+    status, answer, _ = await ask(case.stranger, path, asked)
+    assert (status, answer[ended], case.replica.live) == (200, none, 1)
+    assert (await ask(case.owner, path, asked))[1][ended] == one
     assert (await turn)[0] == 409
 
 
-async def test_a_stranger_ends_no_session(case: Case) -> None:
-    turn = await case.begun()
-    status, answer, _ = await ask(case.stranger, "/finish_session", {"session_id": SESSION})
-    assert (status, answer["aborted"]) == (200, 0)
-    assert case.replica.live == 1
-    _, answer, _ = await ask(case.owner, "/finish_session", {"session_id": SESSION})
-    assert answer["aborted"] == 1
-    assert (await turn)[0] == 409
-
-
-async def test_an_id_that_a_stranger_used_is_still_free(case: Case) -> None:
+async def test_an_id_that_a_stranger_used_is_still_free_and_the_same_request_another_turn(
+    case: Case,
+) -> None:
     case.replica.hang_after = None
-    status, theirs, _ = await ask(case.stranger, VLLM, vllm_body(2, request_id=TURN))
-    assert status == 200
-    status, answer, _ = await ask(case.owner, VLLM, vllm_body(3, request_id=TURN))
-    assert status == 200
-    assert answer["request_id"] == theirs["request_id"] == TURN
-    status, again, _ = await ask(case.owner, VLLM, vllm_body(3, request_id=TURN))
-    assert (status, again) == (200, answer)
-
-
-async def test_an_identical_request_of_a_stranger_is_a_turn_of_its_own(case: Case) -> None:
-    case.replica.hang_after = None
-    body = vllm_body(3, request_id=TURN)
+    answers = []
+    for caller, tokens in ((case.stranger, 2), (case.owner, 3), (case.owner, 3)):
+        answers.append(await ask(caller, VLLM, vllm_body(tokens, request_id=TURN)))
+    assert [(status, a["request_id"]) for status, a, _ in answers] == [(200, TURN)] * 3
+    assert answers[1][1] == answers[2][1]
+    assert (await ask(case.stranger, VLLM, vllm_body(2, request_id=TURN)))[1] == answers[0][1]
     for caller in (case.owner, case.stranger):
-        assert (await ask(caller, VLLM, body))[0] == 200
-    assert len(case.replica.requests) == 2
+        assert (await ask(caller, VLLM, vllm_body(3, request_id="same")))[0] == 200
+    assert len(case.replica.requests) == 4
 
 
 @pytest.mark.parametrize("subject", [SESSION, TURN])

@@ -6,14 +6,16 @@ import io
 import json
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 
 import pytest
-from gateway_cases import gateway_with
+from gateway_cases import calling, until
+from wire_cases import get
 
 from rose.gateway import event_loop
 from rose.gateway.event_loop import WINDOW_S, LoopLag, collect_in_small_steps, look_through_old
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import HandClock
 
 
 class _Cycle:
@@ -35,18 +37,24 @@ def collections() -> Iterator[list[int]]:
     gc.callbacks.remove(note)
 
 
+@asynccontextmanager
+async def collecting(**settings: float) -> AsyncIterator[None]:
+    task = asyncio.create_task(collect_in_small_steps(**settings))
+    await asyncio.sleep(0)
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_new_cycles_go_long_before_they_are_many_and_without_a_look_at_the_whole_heap(
     collections: list[int],
 ) -> None:
-    collecting = asyncio.create_task(collect_in_small_steps(old_s=60))
-    await asyncio.sleep(0)
-    collections.clear()
-    old = [_Cycle() for _ in range(100)]
-    gone = weakref.ref(_Cycle())
-    left = [weakref.ref(_Cycle()) for _ in range(3 * event_loop.NEW)]
-    alive = sum(each() is not None for each in left)
-    collecting.cancel()
-    await asyncio.gather(collecting, return_exceptions=True)
+    async with collecting(old_s=60):
+        collections.clear()
+        old = [_Cycle() for _ in range(100)]
+        gone = weakref.ref(_Cycle())
+        left = [weakref.ref(_Cycle()) for _ in range(3 * event_loop.NEW)]
+        alive = sum(each() is not None for each in left)
     assert gone() is None
     assert alive <= event_loop.NEW
     assert set(collections) == {0}
@@ -54,32 +62,21 @@ async def test_new_cycles_go_long_before_they_are_many_and_without_a_look_at_the
 
 
 async def test_what_is_new_is_looked_through_by_the_clock_where_nothing_grows() -> None:
-    collecting = asyncio.create_task(collect_in_small_steps(old_s=60))
-    await asyncio.sleep(0)
-    live = [_Cycle() for _ in range(100)]
-    new = set(map(id, gc.get_objects(generation=0)))
-    assert id(live[0]) in new
-    async with asyncio.timeout(PATIENCE_S):
-        while id(live[0]) in map(id, gc.get_objects(generation=0)):  # noqa: ASYNC110
-            await asyncio.sleep(event_loop.NEW_S)
-    collecting.cancel()
-    await asyncio.gather(collecting, return_exceptions=True)
+    async with collecting(old_s=60):
+        live = [_Cycle() for _ in range(100)]
+        assert id(live[0]) in map(id, gc.get_objects(generation=0))
+        await until(lambda: id(live[0]) not in map(id, gc.get_objects(generation=0)))
 
 
 async def test_cycles_that_grew_old_go_at_the_next_look() -> None:
-    collecting = asyncio.create_task(collect_in_small_steps(old_s=0.01))
-    await asyncio.sleep(0)
-    old = _Cycle()
-    left = weakref.ref(old)
-    gc.collect(0)
-    gc.collect(1)
-    assert left() is not None
-    del old
-    async with asyncio.timeout(PATIENCE_S):
-        while left() is not None:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    collecting.cancel()
-    await asyncio.gather(collecting, return_exceptions=True)
+    async with collecting(old_s=0.01):
+        old = _Cycle()
+        left = weakref.ref(old)
+        gc.collect(0)
+        gc.collect(1)
+        assert left() is not None
+        del old
+        await until(lambda: left() is None)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +108,9 @@ async def test_the_collector_is_as_it_was_in_the_end(frozen: bool) -> None:
     if frozen:
         gc.freeze()
     before = gc.get_threshold()
-    collecting = asyncio.create_task(collect_in_small_steps())
-    await asyncio.sleep(0)
-    assert gc.get_threshold()[0] == event_loop.NEW
-    assert gc.get_freeze_count() > 0
-    collecting.cancel()
-    await asyncio.gather(collecting, return_exceptions=True)
+    async with collecting():
+        assert gc.get_threshold()[0] == event_loop.NEW
+        assert gc.get_freeze_count() > 0
     assert gc.get_threshold() == before
     assert (gc.get_freeze_count() > 0) == frozen
 
@@ -125,16 +119,8 @@ HELD_S = 0.05
 MOST_BUSY_S = 0.1
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_the_worst_lag_is_told_for_some_seconds_and_then_forgotten() -> None:
-    clock = Clock()
+    clock = HandClock()
     lag = LoopLag(clock)
     lag.note(0.3, 0.1)
     lag.note(0.02, 0.02)
@@ -149,7 +135,7 @@ def test_the_worst_lag_is_told_for_some_seconds_and_then_forgotten() -> None:
 
 
 def test_seconds_that_are_over_take_no_memory() -> None:
-    clock = Clock()
+    clock = HandClock()
     lag = LoopLag(clock)
     for _ in range(100):
         clock.now_s += 0.5
@@ -158,7 +144,7 @@ def test_seconds_that_are_over_take_no_memory() -> None:
 
 
 def test_all_lags_since_start_are_a_histogram() -> None:
-    lag = LoopLag(Clock())
+    lag = LoopLag(HandClock())
     for each_s in (0.0, 0.002, 0.06, 9.0):
         lag.note(each_s, 0.0)
     lines = lag.exposition()
@@ -177,74 +163,52 @@ def test_all_lags_since_start_are_a_histogram() -> None:
         assert f"rose_gateway_loop_lag_seconds_{told}" in lines
 
 
-async def watched(hold_up: float) -> LoopLag:
-    lag = LoopLag()
+async def watched(lag: LoopLag, hold_up: Callable[[], None]) -> LoopLag:
     watching = asyncio.create_task(lag.watch())
     await asyncio.sleep(0)
-    time.sleep(hold_up)  # noqa: ASYNC251 - the loop is to be held up
-    while not lag.max_s:  # noqa: ASYNC110 - there is nothing else to wait for
-        await asyncio.sleep(0.001)
+    hold_up()
+    await until(lambda: lag.max_s > 0)
     watching.cancel()
     return lag
 
 
-def test_a_step_that_holds_the_loop_up_is_measured() -> None:
-    lag = asyncio.run(watched(HELD_S))
+async def test_a_step_that_holds_the_loop_up_is_measured() -> None:
+    lag = await watched(LoopLag(), lambda: time.sleep(HELD_S))
     # The loop slept: for most of that time it had no processor.
     assert lag.max_s >= HELD_S - 0.011
     assert lag.busy_max_s <= lag.max_s
 
 
-def test_the_processor_time_of_a_lag_is_told_apart() -> None:
-    clock, worked = Clock(), Clock()
+async def test_the_processor_time_of_a_lag_is_told_apart() -> None:
+    clock, worked = HandClock(), HandClock()
 
-    async def late() -> LoopLag:
-        lag = LoopLag(clock, worked)
-        watching = asyncio.create_task(lag.watch())
-        await asyncio.sleep(0)
+    def hold_up() -> None:
         clock.now_s += 0.5
         worked.now_s += 0.2
-        while not lag.max_s:  # noqa: ASYNC110 - the clock is its own
-            await asyncio.sleep(0.001)
-        watching.cancel()
-        return lag
 
-    lag = asyncio.run(late())
+    lag = await watched(LoopLag(clock, worked), hold_up)
     assert lag.max_s == pytest.approx(0.49)
     assert lag.busy_max_s == pytest.approx(0.2)
 
 
 async def test_a_gateway_tells_how_late_its_loop_was() -> None:
-    import aiohttp
-
-    async with gateway_with() as gateway, aiohttp.ClientSession() as session:
-        url = f"http://127.0.0.1:{gateway.port}"
+    async with calling() as (_, session):
         time.sleep(HELD_S)  # noqa: ASYNC251 - the loop is to be held up
         told: dict[str, float] = {"loop_lag_max_s": 0.0}
         while not told["loop_lag_max_s"]:
-            async with session.get(f"{url}/rose/v1/stats") as answer:
-                told = await answer.json()
-        async with session.get(f"{url}/metrics") as answer:
-            text = await answer.text()
+            told = await get(session, "/rose/v1/stats")
+        text = await get(session, "/metrics")
     assert 0 <= told["loop_busy_max_s"] <= told["loop_lag_max_s"]
     assert "rose_gateway_loop_lag_seconds_count" in text
 
 
 async def test_the_largest_request_that_is_accepted_lets_others_go_on() -> None:
-    import aiohttp
-
-    prompts = [[7] * 16_000] * 60
-    body = json.dumps({"input_ids": prompts, "sampling_params": {"max_new_tokens": 1}})
-    body = body.replace(" ", "")
-    async with (
-        gateway_with(queue_wait_s=0.3, version_wait_s=0.3) as gateway,
-        aiohttp.ClientSession() as session,
-    ):
-        url = f"http://127.0.0.1:{gateway.port}"
-        async with session.post(f"{url}/generate", data=io.BytesIO(body.encode())) as answer:
+    body = {"input_ids": [[7] * 16_000] * 60, "sampling_params": {"max_new_tokens": 1}}
+    data = json.dumps(body, separators=(",", ":")).encode()
+    async with calling(queue_wait_s=0.3, version_wait_s=0.3) as (_, session):
+        async with session.post("/generate", data=io.BytesIO(data)) as answer:
             said = await answer.text()
-        async with session.get(f"{url}/rose/v1/stats") as answer:
-            told = await answer.json()
+        told = await get(session, "/rose/v1/stats")
     assert "no replica" in said
     # Processor time between two steps of the loop: what others do with the machine is not in it.
     assert 0 < told["loop_busy_max_s"] < MOST_BUSY_S

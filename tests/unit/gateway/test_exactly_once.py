@@ -4,8 +4,8 @@ import asyncio
 import json
 from typing import Any
 
-from gateway_cases import serving, until
-from wire_cases import VLLM, ask, payloads, stream, vllm_body
+from gateway_cases import begin, serving, until
+from wire_cases import VLLM, ask, payloads, stream, tokens_of, vllm_body
 
 from tests.fakes.replica import StandInReplica
 
@@ -25,8 +25,8 @@ async def read_some(session: Any, events: int, body: Any, **kw: Any) -> list[Any
     return found
 
 
-def tokens_of(chunks: list[Any]) -> list[int]:
-    return [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+def joined(chunks: list[Any]) -> list[int]:
+    return [token for chunk in chunks for token in tokens_of(chunk)]
 
 
 async def test_a_broken_stream_resumes_where_the_reader_says_and_nothing_is_generated_twice() -> (
@@ -34,26 +34,24 @@ async def test_a_broken_stream_resumes_where_the_reader_says_and_nothing_is_gene
 ):
     async with serving(StandInReplica(delay_s=0.005)) as (replica, _, session):
         body = vllm_body(20, request_id="r")
-        had = tokens_of(await read_some(session, 4, body))
+        had = joined(await read_some(session, 4, body))
         await asyncio.sleep(0.02)
         _, rest = await stream(session, VLLM, {**body, "resume_from": len(had)})
         _, by_header = await stream(session, VLLM, body, headers={"Last-Event-ID": str(len(had))})
         _, again = await stream(session, VLLM, body)
         _, whole, _ = await ask(session, VLLM, body)
-    assert had + tokens_of(payloads(rest)) == COUNT
-    assert tokens_of(payloads(by_header)) == COUNT[len(had) :]
+    assert had + joined(payloads(rest)) == COUNT
+    assert joined(payloads(by_header)) == COUNT[len(had) :]
     assert by_header[0].startswith("id: ")
-    assert tokens_of(payloads(again)) == COUNT
-    assert whole["choices"][0]["token_ids"] == COUNT
+    assert joined(payloads(again)) == COUNT
+    assert tokens_of(whole) == COUNT
     assert len(replica.requests) == 1
 
 
 async def test_event_ids_count_the_tokens_so_far() -> None:
     async with serving(StandInReplica(delay_s=0.005)) as (_, _, session):
         _, events = await stream(session, VLLM, vllm_body(3), headers={"Last-Event-ID": "0"})
-        bad, _ = await stream(session, VLLM, vllm_body(3), headers={"Last-Event-ID": "x"})
-    assert [event.split("\n")[0] for event in events[:3]] == ["id: 1", "id: 2", "id: 3"]
-    assert bad == 400
+        assert [event.split("\n")[0] for event in events[:3]] == ["id: 1", "id: 2", "id: 3"]
 
 
 async def test_a_turn_that_nobody_comes_back_for_is_cancelled_after_the_grace() -> None:
@@ -65,7 +63,7 @@ async def test_a_turn_that_nobody_comes_back_for_is_cancelled_after_the_grace() 
         await until(lambda: replica.cancelled == 1)
         replica.hang_after = None
         status, answer, _ = await ask(session, VLLM, vllm_body(20, request_id="r"))
-    assert (status, answer["choices"][0]["token_ids"]) == (200, COUNT)
+    assert (status, tokens_of(answer)) == (200, COUNT)
 
 
 async def test_an_anonymous_stream_is_cancelled_at_once() -> None:
@@ -80,7 +78,7 @@ async def test_many_readers_of_one_turn_get_the_same_tokens() -> None:
     async with serving(StandInReplica(delay_s=0.002)) as (replica, _, session):
         body = vllm_body(20, request_id="r")
         streams = await asyncio.gather(*(stream(session, VLLM, body) for _ in range(10)))
-    assert all(tokens_of(payloads(events)) == COUNT for _, events in streams)
+    assert all(joined(payloads(events)) == COUNT for _, events in streams)
     assert len(replica.requests) == 1
 
 
@@ -88,7 +86,7 @@ async def test_an_abort_ends_the_turn_for_everybody_and_frees_its_id() -> None:
     async with serving(stall_s=9) as (replica, _, session):
         replica.hang_after = 3
         body = vllm_body(20, request_id="r")
-        whole = asyncio.create_task(ask(session, VLLM, body))
+        whole = begin(session, body)
         await until(lambda: replica.live == 1)
         _, said, _ = await ask(
             session, "/inference/v1/abort_requests", {"request_ids": ["r", "unknown"]}
@@ -103,24 +101,38 @@ async def test_an_abort_ends_the_turn_for_everybody_and_frees_its_id() -> None:
     assert rid == {"aborted": []}
 
 
-async def test_finishing_a_session_ends_its_turns_only() -> None:
-    async with serving(stall_s=9) as (replica, _, session):
-        replica.hang_after = 1
+async def finish(session: Any, name: str) -> Any:
+    return (await ask(session, "/finish_session", {"session_id": name}))[1]
+
+
+async def test_finishing_a_session_ends_and_forgets_its_turns_only() -> None:
+    async with serving(stall_s=9) as (replica, gw, session):
+        replica.hang_after = 3
         turns = [
             asyncio.create_task(ask(session, VLLM, vllm_body(5), headers={"X-Session-ID": name}))
             for name in ("mine", "mine", "other")
         ]
-        await until(lambda: replica.live == 3)
-        headers = {"X-Session-ID": "mine"}
-        async with session.post("/finish_session", headers=headers) as response:
-            said = await response.json()
+        await until(lambda: gw.stats.tokens["guest-0"] == 9)
+        assert await finish(session, "mine") == {"session_id": "mine", "aborted": 2}
         await until(lambda: replica.cancelled == 2)
         assert replica.live == 1
-        unnamed, _, _ = await ask(session, "/finish_session", {})
+        assert (await ask(session, "/finish_session", {}))[0] == 400
+        # A caller that vanishes leaves no session behind either.
         turns[2].cancel()
-        statuses = [(await turn)[0] for turn in turns[:2]]
-    assert said == {"session_id": "mine", "aborted": 2}
-    assert (statuses, unnamed) == ([409, 409], 400)
+        assert [(await turn)[0] for turn in turns[:2]] == [409, 409]
+        await until(lambda: not gw.status().running)
+        assert gw.status().live_turns == {"guest-0": 0}
+        assert gw.status().sessions_known == 0
+
+
+async def test_the_routers_books_do_not_grow_with_sessions_that_finish() -> None:
+    async with serving(answers_kept=1) as (_, gw, session):
+        for number in range(10):
+            body = vllm_body(3, session_id=f"t{number}")
+            assert (await ask(session, VLLM, body))[0] == 200
+            assert gw.status().sessions_known == 1
+            assert (await finish(session, f"t{number}"))["aborted"] == 0
+            assert gw.status().sessions_known == 0
 
 
 async def test_kept_answers_are_bounded_by_their_bytes() -> None:
@@ -130,7 +142,7 @@ async def test_kept_answers_are_bounded_by_their_bytes() -> None:
             body = vllm_body(tokens, request_id=name)
             assert (await ask(session, VLLM, body))[0] == 200
         again = vllm_body(300, request_id="large")
-        assert (await ask(session, VLLM, again))[1]["choices"][0]["token_ids"][-1] == 400
+        assert tokens_of((await ask(session, VLLM, again))[1])[-1] == 400
         assert len(replica.requests) == 3
         assert (await ask(session, VLLM, vllm_body(2, request_id="first")))[0] == 200
         assert len(replica.requests) == 4

@@ -2,14 +2,24 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
-from gateway_cases import Ticks, base_url, calling, entry, gateway_with, until
-from wire_cases import VLLM, ask, vllm_body
+from gateway_cases import (
+    Ticks,
+    base_url,
+    begin,
+    calling,
+    entry,
+    failing_over,
+    gateway_with,
+    until,
+)
+from wire_cases import VLLM, ask, tokens_of, vllm_body
 
-from elastic_scheduler import ReplicaKind
 from rose.gateway import ReplicaEntry
 from rose.gateway.replicas import watch
 from rose.gateway.replicas.watch import WatchedTable
@@ -74,22 +84,21 @@ async def test_a_death_costs_one_attempt_and_a_quarter_of_a_second_at_most() -> 
 
 
 async def test_a_revoked_lease_stops_admission_and_streams_within_50_ms() -> None:
-    async with StandInReplica(delay_s=0.01) as guest, StandInReplica(delay_s=0.01) as dedicated:
+    replicas = StandInReplica(delay_s=0.01), StandInReplica(delay_s=0.01)
+    async with failing_over(*replicas, stall_s=9) as (guest, own, gw, session), Ticks() as ticks:
         guest.hang_after = 5
-        rows = (entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "ded-0"))
-        async with calling(*rows, stall_s=9) as (gw, session), Ticks() as ticks:
-            turn = asyncio.create_task(ask(session, VLLM, vllm_body(10)))
-            await until(lambda: guest.live == 1)
-            await asyncio.sleep(0.1)
-            revoked = ticks.count
-            gw.set_table((entry(guest, "guest-0", leased=False), rows[1]))
-            before = len(guest.requests)
-            await until(lambda: guest.cancelled == 1)
-            stopped_after = ticks.count - revoked
-            others = await asyncio.gather(*(ask(session, VLLM, vllm_body(2)) for _ in range(20)))
-            status, answer, _ = await turn
+        turn = begin(session, vllm_body(10))
+        await until(lambda: gw.stats.tokens["guest-0"] == 5)
+        revoked = ticks.count
+        gw.set_table((entry(guest, "guest-0", leased=False), entry(own, "own-0")))
+        before = len(guest.requests)
+        await until(lambda: guest.cancelled == 1)
+        stopped_after = ticks.count - revoked
+        others = await asyncio.gather(*(ask(session, VLLM, vllm_body(2)) for _ in range(20)))
+        status, answer, _ = await turn
+        assert gw.status().live_turns == {"guest-0": 0, "own-0": 0}
     assert status == 200
-    assert answer["choices"][0]["token_ids"] == list(range(101, 111))
+    assert tokens_of(answer) == list(range(101, 111))
     assert stopped_after <= ADMISSION_STOP_TICKS
     assert len(guest.requests) == before, "no turn begins there after the revocation"
     assert all(s == 200 for s, _, _ in others)
@@ -98,27 +107,10 @@ async def test_a_revoked_lease_stops_admission_and_streams_within_50_ms() -> Non
 async def test_a_pushed_table_takes_effect_within_50_ms(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the scheduler's push to the gateway's table: nothing polls, nothing sleeps."""
     pushed: asyncio.Queue[Any] = asyncio.Queue()
-
-    class Call:
-        async def read(self) -> Any:
-            return await pushed.get()
-
-        def cancel(self) -> None:
-            """Nobody reads any more."""
-
-    class Stub:
-        def __init__(self, channel: Any) -> None:
-            del channel
-
-        def WatchReplicas(self, request: Any) -> Call:
-            del request
-            return Call()
-
-    async def connected(self: LeaderChannel) -> None:
-        del self
-
-    monkeypatch.setattr(watch.rose_pb2_grpc, "SchedulerStub", Stub)
-    monkeypatch.setattr(LeaderChannel, "connected", connected)
+    call = SimpleNamespace(read=pushed.get, cancel=lambda: None)
+    stub = SimpleNamespace(WatchReplicas=lambda request: call)
+    monkeypatch.setattr(watch.rose_pb2_grpc, "SchedulerStub", lambda channel: stub)
+    monkeypatch.setattr(LeaderChannel, "connected", AsyncMock())
     taken: list[tuple[int, bool]] = []
 
     def sink(rows: tuple[ReplicaEntry, ...], _: tuple[str, ...]) -> None:
@@ -140,18 +132,17 @@ async def test_a_pushed_table_takes_effect_within_50_ms(monkeypatch: pytest.Monk
 
 
 async def test_two_gateways_share_replicas_and_nothing_else() -> None:
-    async with StandInReplica(delay_s=0.001) as one, StandInReplica(delay_s=0.001) as two:
-        rows = (entry(one, "guest-0"), entry(two, "ded-0", kind=ReplicaKind.DEDICATED))
-        async with gateway_with(*rows) as left, gateway_with(*rows) as right:
-            async with aiohttp.ClientSession() as session:
-                answers = await asyncio.gather(
-                    *(
-                        ask(session, base_url(gateway) + VLLM, vllm_body(5, request_id=f"{k}"))
-                        for k in range(20)
-                        for gateway in (left, right)
-                    )
+    async with failing_over() as (one, two, left, session):
+        rows = entry(one, "guest-0"), entry(two, "own-0")
+        async with calling(*rows) as (right, other):
+            answers = await asyncio.gather(
+                *(
+                    ask(http, VLLM, vllm_body(5, request_id=f"{k}"))
+                    for k in range(20)
+                    for http in (session, other)
                 )
+            )
             left.set_table(())
             assert right.status().usable == 2
-    assert all(answer["choices"][0]["token_ids"][-1] == 105 for _, answer, _ in answers)
+    assert all(tokens_of(answer)[-1] == 105 for _, answer, _ in answers)
     assert len(one.requests) + len(two.requests) == 40

@@ -3,13 +3,14 @@
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, calling, entry, serving, until
+from gateway_cases import base_url, entry, failing_over, serving, until
 from hedged_cases import COUNT, hedged_case
-from wire_cases import VLLM, ask, tokens_of, vllm_body
+from wire_cases import VLLM, ask, get, tokens_of, vllm_body
 
 from rose.errors import RoseError
 from rose.gateway import Gateway, GatewaySettings
@@ -34,31 +35,19 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.001)
 
 
-async def health(session: aiohttp.ClientSession) -> dict[str, Any]:
-    async with session.get("/health") as response:
-        assert response.status == 200
-        answer: dict[str, Any] = await response.json()
-        return answer
-
-
 async def test_a_turn_goes_on_elsewhere_though_its_events_cannot_be_written(
     full_logs: Path,
 ) -> None:
-    async with StandInReplica(delay_s=0.01) as dying, StandInReplica() as living:
-        dying.break_after = 3
-        rows = (entry(dying, "guest-0", decode_tok_s=9e5), entry(living, "ded-0"))
-        async with calling(*rows, log_dir=full_logs) as (gateway, session):
-            answers = await asyncio.gather(
-                *(ask(session, VLLM, vllm_body(8, request_id=f"r{n}")) for n in range(4))
-            )
-            assert [status for status, _, _ in answers] == [200] * 4
-            wanted = list(range(101, 109))
-            assert all(a["choices"][0]["token_ids"] == wanted for _, a, _ in answers)
-            assert len(dying.requests) > 0
-            await asyncio.to_thread(gateway.flush_logs)
-            said = await health(session)
-            async with session.get("/metrics") as response:
-                exposed = await response.text()
+    dying = StandInReplica(delay_s=0.01)
+    dying.break_after = 3
+    async with failing_over(dying, log_dir=full_logs) as (_, _, gateway, session):
+        bodies = [vllm_body(8, request_id=f"r{n}") for n in range(4)]
+        answers = await asyncio.gather(*(ask(session, VLLM, body) for body in bodies))
+        assert [status for status, _, _ in answers] == [200] * 4
+        assert all(tokens_of(answer) == [*range(101, 109)] for _, answer, _ in answers)
+        assert len(dying.requests) > 0
+        await asyncio.to_thread(gateway.flush_logs)
+        said, exposed = await get(session, "/health"), await get(session, "/metrics")
     assert said["status"] == "degraded"
     assert said["troubles"] == ["log events-gateway.jsonl: No space left on device"]
     assert said["log_dropped"] > 0
@@ -66,12 +55,10 @@ async def test_a_turn_goes_on_elsewhere_though_its_events_cannot_be_written(
 
 
 async def test_a_lease_may_change_though_it_cannot_be_written(full_logs: Path) -> None:
-    async with StandInReplica() as replica:
-        row = entry(replica, "guest-0")
-        async with calling(row, log_dir=full_logs) as (gateway, session):
-            gateway.set_table(())
-            gateway.set_table((entry(replica, "guest-0", lease_epoch=2),))
-            status, _, _ = await ask(session, VLLM, vllm_body(2))
+    async with serving(log_dir=full_logs) as (replica, gateway, session):
+        gateway.set_table(())
+        gateway.set_table((entry(replica, "guest-0", lease_epoch=2),))
+        status, _, _ = await ask(session, VLLM, vllm_body(2))
     assert status == 200
 
 
@@ -89,7 +76,7 @@ async def test_a_sweep_that_breaks_once_is_taken_up_again(monkeypatch: pytest.Mo
         async with asyncio.timeout(PATIENCE_S):
             status, _, _ = await ask(session, VLLM, vllm_body(2, min_version=5))
         assert status in (409, 503)
-        said = await health(session)
+        said = await get(session, "/health")
     assert said["status"] == "degraded"
     assert said["troubles"][0].startswith("task sweep was started again: OSError: [Errno 28]")
 
@@ -112,7 +99,7 @@ async def test_turns_that_cannot_be_judged_hold_up_no_others(
                 ask(session, VLLM, vllm_body(2, exact_version=4)),
                 ask(session, VLLM, vllm_body(2, min_version=5)),
             )
-        said = await health(session)
+        said = await get(session, "/health")
     assert bad[0] == 500
     assert good[0] in (409, 503)
     assert said["status"] == "ok", "the sweep itself never broke"
@@ -129,8 +116,7 @@ async def test_a_group_whose_copies_cannot_be_judged_holds_up_no_others(
 
     monkeypatch.setattr(Hedging, "_consider", breaks)
     async with hedged_case(version_wait_s=0.05) as case:
-        slow = await case.first()
-        await case.second()
+        slow = await case.begun()
         await until(lambda: bool(judged))
         async with asyncio.timeout(PATIENCE_S):
             other = await ask(case.http, VLLM, vllm_body(2, min_version=5))
@@ -145,42 +131,36 @@ async def test_a_source_that_dies_is_asked_again_and_nothing_counts_as_leased_me
 ) -> None:
     lives: list[int] = []
 
-    class Source:
-        async def run(self, sink: Any) -> None:
-            lives.append(len(lives))
-            if len(lives) == 1:
-                raise RuntimeError("a fault of the program")
-            sink((row,), ())
-            await asyncio.Event().wait()
+    async def run(sink: Any) -> None:
+        lives.append(len(lives))
+        if len(lives) == 1:
+            raise RuntimeError("a fault of the program")
+        sink((row,), ())
+        await asyncio.Event().wait()
 
-    class TestGateway(Gateway):
-        def _source(self) -> Any:
-            return Source()
-
+    monkeypatch.setattr(Gateway, "_source", lambda self: SimpleNamespace(run=run))
     async with StandInReplica() as replica:
         row = entry(replica, "ded-0")
         async with (
-            TestGateway(GatewaySettings(port=0, scheduler="127.0.0.1:1")) as gateway,
+            Gateway(GatewaySettings(port=0, scheduler="127.0.0.1:1")) as gateway,
             aiohttp.ClientSession(base_url(gateway)) as session,
         ):
             await until(lambda: len(lives) == 2)
             status, _, _ = await ask(session, VLLM, vllm_body(2))
-            said = await health(session)
+            said = await get(session, "/health")
     assert status == 200
     assert said["troubles"][0].startswith("task table was started again: RuntimeError")
 
 
-async def test_a_source_that_never_lives_ends_the_gateway_with_a_line() -> None:
-    class TestGateway(Gateway):
-        def _source(self) -> Any:
-            class Source:
-                async def run(self, sink: Any) -> None:
-                    raise RuntimeError("a fault of the program")
+async def test_a_source_that_never_lives_ends_the_gateway_with_a_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run(sink: Any) -> None:
+        raise RuntimeError("a fault of the program")
 
-            return Source()
-
+    monkeypatch.setattr(Gateway, "_source", lambda self: SimpleNamespace(run=run))
     async with (
-        TestGateway(GatewaySettings(port=0, scheduler="127.0.0.1:1")) as gateway,
+        Gateway(GatewaySettings(port=0, scheduler="127.0.0.1:1")) as gateway,
         asyncio.timeout(PATIENCE_S),
     ):
         with pytest.raises(RoseError, match=r"^table ended .*start the process again$"):
@@ -197,16 +177,15 @@ async def test_a_gateway_process_whose_logs_are_full_serves(full_logs: Path) -> 
         with Forked("-m", "rose.main.gateway", *options, stdout=True, stderr=FULL) as process:
             url = (await process.line()).split()[-1]
             async with aiohttp.ClientSession(url) as session:
-                for _ in range(600):
-                    if (await health(session))["replicas"] == 2:
-                        break
-                    await asyncio.sleep(0.05)
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await get(session, "/health"))["replicas"] < 2:  # noqa: ASYNC110
+                        await asyncio.sleep(0.05)
                 turns = [
                     ask(session, VLLM, vllm_body(8, request_id=f"r{n}", token_ids=[1, 10 * n]))
                     for n in range(6)
                 ]
                 answers = await asyncio.gather(*turns)
-                said = await health(session)
+                said = await get(session, "/health")
             process.terminate()
             code = await asyncio.to_thread(process.wait, PATIENCE_S)
     assert [status for status, _, _ in answers] == [200] * 6

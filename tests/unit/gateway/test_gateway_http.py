@@ -2,10 +2,9 @@ import asyncio
 import socket
 from typing import Any
 
-import aiohttp
 import pytest
-from gateway_cases import base_url, calling, entry, gateway_with, serving, until
-from wire_cases import VLLM, ask
+from gateway_cases import base_url, begin, calling, entry, failing_over, serving, until
+from wire_cases import VLLM, ask, get, vllm_body
 
 from rose.client import (
     GatewayUnavailable,
@@ -22,7 +21,7 @@ from rose.main.gateway import main
 from tests.fakes.replica import StandInReplica
 from tests.harness.processes import Forked
 
-BODY = {"request_id": "r", "token_ids": [1, 100], "sampling_params": {"max_tokens": 3}}
+BODY = vllm_body(3, request_id="r")
 
 
 async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
@@ -36,45 +35,41 @@ async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
 
 
 async def test_what_a_replica_refuses_as_wrong_is_not_tried_elsewhere() -> None:
-    async with StandInReplica() as one, StandInReplica() as two:
+    async with failing_over() as (one, two, _, session):
         one.bad_request = two.bad_request = True
-        async with (
-            calling(entry(one, "guest-0"), entry(two, "ded-0")) as (_, session),
-        ):
-            status, _, _ = await ask(session, VLLM, BODY)
+        status, _, _ = await ask(session, VLLM, BODY)
     assert status == 400
     assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_sizes_models_and_unknown_routes() -> None:
-    async with calling(max_body_bytes=256) as (_, session):
-        assert (await ask(session, VLLM, {**BODY, "token_ids": [1] * 500}))[0] == 413
-        assert (await ask(session, VLLM, {**BODY, "model": "other"}))[0] == 404
-        async with session.get("/nowhere") as response:
-            assert response.status == 404
-            assert "error" in await response.json()
-
-
-async def test_a_prompt_that_no_replica_can_hold_is_refused_at_once() -> None:
-    async with serving(row={"kv_tokens": 4}) as (_, _, session):
-        assert (await ask(session, VLLM, {**BODY, "token_ids": [1] * 9}))[0] == 400
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        (VLLM, {"token_ids": [1] * 5_000}, 413),
+        (VLLM, {"token_ids": [1] * 9}, 400),
+        (VLLM, {"model": "other"}, 404),
+        ("/nowhere", {}, 404),
+        (VLLM, {"min_version": 4}, 409),
+        (VLLM, {"exact_version": 2}, 409),
+        (VLLM, {"exact_version": 3}, 200),
+    ],
+)
+async def test_what_no_replica_can_answer_has_a_status(
+    path: str, fields: dict[str, Any], status: int
+) -> None:
+    settings = {"max_body_bytes": 4_096, "version_wait_s": 0.05}
+    async with serving(StandInReplica(3), row={"kv_tokens": 8}, **settings) as (_, _, session):
+        got, answer, _ = await ask(session, path, {**BODY, **fields})
+    assert (got, "error" in answer) == (status, status != 200)
 
 
 async def test_a_full_queue_is_429_with_retry_after() -> None:
     async with calling(max_waiting=1) as (gw, session):
-        first = asyncio.create_task(ask(session, VLLM, BODY))
+        first = begin(session, BODY)
         await until(lambda: gw.status().waiting > 0)
         status, _, headers = await ask(session, VLLM, {**BODY, "request_id": "r2"})
         first.cancel()
     assert (status, headers["Retry-After"]) == (429, "1")
-
-
-async def test_versions_nobody_has_are_409() -> None:
-    async with serving(StandInReplica(version=3), version_wait_s=0.05) as (_, _, session):
-        newer = await ask(session, VLLM, {**BODY, "min_version": 4})
-        passed = await ask(session, VLLM, {**BODY, "exact_version": 2})
-        exact = await ask(session, VLLM, {**BODY, "exact_version": 3})
-    assert (newer[0], passed[0], exact[0]) == (409, 409, 200)
 
 
 async def test_waiting_ends_with_503() -> None:
@@ -86,7 +81,7 @@ async def test_waiting_ends_with_503() -> None:
 async def test_a_client_that_leaves_cancels_the_replica_and_frees_the_place() -> None:
     async with serving() as (replica, gw, session):
         replica.hang_after = 1
-        turn = asyncio.create_task(ask(session, VLLM, BODY))
+        turn = begin(session, BODY)
         await until(lambda: replica.live > 0)
         turn.cancel()
         await until(lambda: replica.cancelled > 0)
@@ -106,10 +101,8 @@ async def test_attempts_are_bounded_and_the_turn_then_fails() -> None:
 async def test_stats_metrics_health_and_models() -> None:
     async with serving() as (_, _, session):
         await ask(session, VLLM, BODY)
-        stats = await (await session.get("/rose/v1/stats")).json()
-        text = await (await session.get("/metrics")).text()
-        health = await (await session.get("/health")).json()
-        models = await (await session.get("/v1/models")).json()
+        stats, text = await get(session, "/rose/v1/stats"), await get(session, "/metrics")
+        health, models = await get(session, "/health"), await get(session, "/v1/models")
     assert stats["tokens"] == {"guest-0": 3}
     assert stats["live_turns"] == {"guest-0": 0}
     assert [stats[k] for k in ("turns", "attempts", "continuations", "waiting")] == [1, 1, 0, 0]
@@ -128,29 +121,22 @@ async def test_stats_metrics_health_and_models() -> None:
 
 
 async def test_a_replica_that_is_gone_leaves_no_series() -> None:
-    async with (
-        StandInReplica() as gone,
-        StandInReplica() as stays,
-        calling(entry(gone, "guest-0")) as (gw, session),
-    ):
+    async with failing_over() as (gone, stays, gw, session):
+        gw.set_table((entry(gone, "guest-0"),))
         await ask(session, VLLM, BODY)
         gw.set_table((entry(stays, "guest-1"),))
         await ask(session, VLLM, BODY | {"request_id": "another"})
-        text = await (await session.get("/metrics")).text()
-        stats = await (await session.get("/rose/v1/stats")).json()
+        text, stats = await get(session, "/metrics"), await get(session, "/rose/v1/stats")
     assert 'rose_gateway_tokens_total{replica="guest-1"} 3' in text
     assert 'replica="guest-0"' not in text
     assert set(stats["tokens"]) == {"guest-0", "guest-1"}, "sums of a run need all of them"
 
 
 async def test_events_tell_of_continuations_and_lost_replicas(tmp_path: Any) -> None:
-    async with StandInReplica() as guest, StandInReplica() as dedicated:
+    async with failing_over(log_dir=tmp_path) as (guest, own, gw, session):
         guest.revoke_after = 1
-        rows = (entry(guest, "guest-0", decode_tok_s=9e5), entry(dedicated, "ded-0"))
-        async with gateway_with(*rows, log_dir=tmp_path) as gw:
-            async with aiohttp.ClientSession(base_url(gw)) as session:
-                await ask(session, VLLM, BODY)
-            gw.set_table(rows[1:])
+        await ask(session, VLLM, BODY)
+        gw.set_table((entry(own, "own-0"),))
     text = (tmp_path / "events-gateway.jsonl").read_text()
     assert '"event":"continuation"' in text
     assert '"event":"replica_lost","replica":"guest-0"' in text
@@ -160,8 +146,7 @@ async def test_the_client_raises_typed_errors() -> None:
     fast = Retry(tries=6, first_s=0.001, max_s=0.002)
     sampling = Sampling(max_tokens=3)
     async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), version_wait_s=0.02) as gw,
+        serving(version_wait_s=0.02) as (replica, gw, _),
         RolloutClient(base_url(gw)) as client,
     ):
         with pytest.raises(VersionNotServed, match="version 7"):

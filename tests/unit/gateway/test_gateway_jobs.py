@@ -2,11 +2,15 @@
 
 import asyncio
 import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+import wire_cases
+from gateway_cases import base_url, entry, failing_over, gateway_with, until
+from wire_cases import GENERATE_ROUTES, VLLM, body_of
 
 from rose.client import RolloutClient, Sampling
 from rose.gateway import Gateway
@@ -14,32 +18,31 @@ from rose.gateway.demand import DemandMeter
 from rose.rpc import rose_pb2
 from tests.fakes.replica import StandInReplica
 
-PATH = "/inference/v1/generate"
 JOBS = ("a", "b")
-BODIES: dict[str, dict[str, Any]] = {
-    PATH: {"token_ids": [1, 100], "sampling_params": {"max_tokens": 3}},
-    "/generate": {"input_ids": [1, 100], "sampling_params": {"max_new_tokens": 3}},
-    "/v1/completions": {"prompt": [1, 100], "max_tokens": 3},
-}
 
 
 async def ask(
-    gateway: Gateway, body: dict[str, Any] | None = None, path: str = PATH, **headers: str
+    gateway: Gateway, body: dict[str, Any] | None = None, path: str = VLLM, **headers: str
 ) -> tuple[int, Any]:
     named = {key.replace("_", "-"): value for key, value in headers.items()}
-    async with (
-        aiohttp.ClientSession() as http,
-        http.post(
-            base_url(gateway) + path, json=BODIES.get(path, {}) | (body or {}), headers=named
-        ) as reply,
-    ):
-        return reply.status, await reply.json()
+    asked = (body_of(path) if path in GENERATE_ROUTES else {}) | (body or {})
+    async with aiohttp.ClientSession(base_url(gateway)) as http:
+        return (await wire_cases.ask(http, path, asked, headers=named))[:2]
 
 
-@pytest.mark.parametrize("path", BODIES)
-async def test_the_job_selects_the_replica_on_every_route(path: str) -> None:
-    async with StandInReplica() as one, StandInReplica() as two, gateway_with() as gateway:
+@asynccontextmanager
+async def two_jobs(
+    **settings: Any,
+) -> AsyncIterator[tuple[StandInReplica, StandInReplica, Gateway]]:
+    """A replica of job a, one of job b, and a gateway that knows both jobs."""
+    async with failing_over(StandInReplica(5), **settings) as (one, two, gateway, _):
         gateway.set_table((entry(one, "guest-0", job="a"), entry(two, "guest-1", job="b")), JOBS)
+        yield one, two, gateway
+
+
+@pytest.mark.parametrize("path", GENERATE_ROUTES)
+async def test_the_job_selects_the_replica_on_every_route(path: str) -> None:
+    async with two_jobs() as (one, two, gateway):
         for _ in range(3):
             assert (await ask(gateway, {"job": "a"}, path))[0] == 200
             assert (await ask(gateway, None, path, X_Rose_Job="b"))[0] == 200
@@ -51,7 +54,7 @@ async def test_the_job_selects_the_replica_on_every_route(path: str) -> None:
         assert {each["cache_salt"] for each in one.requests} == {"a/"}
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", GENERATE_ROUTES)
 async def test_an_unknown_job_is_not_found_and_none_has_to_be_named(path: str) -> None:
     async with StandInReplica() as one, gateway_with() as gateway:
         row = entry(one, "guest-0", job="a")
@@ -105,8 +108,7 @@ async def test_other_routes_know_the_job_too() -> None:
 
 
 async def test_an_answer_of_one_job_is_not_given_to_another() -> None:
-    async with StandInReplica() as one, StandInReplica() as two, gateway_with() as gateway:
-        gateway.set_table((entry(one, "guest-0", job="a"), entry(two, "guest-1", job="b")), JOBS)
+    async with two_jobs() as (one, two, gateway):
         for job in ("a", "a", "b"):
             assert (await ask(gateway, {"request_id": "same", "job": job}))[0] == 200
         assert (len(one.requests), len(two.requests)) == (1, 1)
@@ -171,15 +173,10 @@ async def test_a_flood_of_one_job_leaves_another_its_place_in_the_line() -> None
 
 
 async def test_a_version_is_the_jobs_own() -> None:
-    async with (
-        StandInReplica(5) as one,
-        StandInReplica(1) as two,
-        gateway_with(version_wait_s=0.2) as gateway,
-    ):
-        gateway.set_table((entry(one, "guest-0", job="a"), entry(two, "guest-1", job="b")), JOBS)
+    async with two_jobs(version_wait_s=0.2) as (_, _, gateway):
         assert (await ask(gateway, {"job": "b", "min_version": 2}))[0] == 409
         assert (await ask(gateway, {"job": "a", "min_version": 2}))[0] == 200
-        assert (await ask(gateway, {"job": "b", "exact_version": 1}))[0] == 200
+        assert (await ask(gateway, {"job": "b", "exact_version": 0}))[0] == 200
 
 
 async def test_demand_is_reported_for_the_job_that_a_turn_belongs_to() -> None:
@@ -197,8 +194,7 @@ async def test_demand_is_reported_for_the_job_that_a_turn_belongs_to() -> None:
 
 async def test_a_client_names_its_job_with_turns_and_at_a_sessions_end() -> None:
     two = Sampling(max_tokens=2)
-    async with StandInReplica() as one, StandInReplica() as other, gateway_with() as gateway:
-        gateway.set_table((entry(one, "guest-0", job="a"), entry(other, "guest-1", job="b")), JOBS)
+    async with two_jobs() as (one, other, gateway):
         mine: RolloutClient = pickle.loads(pickle.dumps(RolloutClient(base_url(gateway), job="a")))
         async with mine as client:
             async with client.session("s") as session:

@@ -1,14 +1,17 @@
-"""A gateway says which policy version each replica serves, and a client can wait for one."""
+"""A gateway says which policy version each replica serves, and why a turn went where it did."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, entry, failing_over, gateway_with, serving, until
 from scheduler_cases import JOB, RunningScheduler
+from wire_cases import VLLM, ask, get, vllm_body
 
+from rose.cli.cluster.explain import explain
 from rose.client import BlockingRolloutClient, GatewayUnavailable, RolloutClient
 from rose.contract.fields import UNVERSIONED
+from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.gateway import Gateway, GatewaySettings
 from rose.gateway.replicas.jobs import JobVersions
 from rose.rpc import rose_pb2 as pb
@@ -69,10 +72,36 @@ async def test_without_a_gateway_the_error_says_which_one_was_asked() -> None:
 
 
 async def test_plain_code_asks_the_same() -> None:
-    async with StandInReplica() as replica, gateway_with(entry(replica, "g0")) as gateway:
+    def serving_now(url: str) -> int:
+        with BlockingRolloutClient(url) as client:
+            return client.versions().serving(0)
 
-        def ask() -> int:
-            with BlockingRolloutClient(base_url(gateway)) as client:
-                return client.versions().serving(0)
+    async with serving() as (_, gateway, _):
+        assert await asyncio.to_thread(serving_now, base_url(gateway)) == 1
 
-        assert await asyncio.to_thread(ask) == 1
+
+async def test_a_trajectory_can_be_asked_why() -> None:
+    async with failing_over() as (_, _, gateway, http):
+        for turn in ("q1", "q2"):
+            body = vllm_body(4, request_id=turn, session_id="episode/1")
+            assert (await ask(http, VLLM, body))[0] == 200
+        told = await get(http, "/rose/v1/explain/episode%2F1")
+        assert [each["request_id"] for each in told["decisions"]] == ["q1", "q2"]
+        first, second = told["decisions"]
+        assert second["replica"] == first["replica"]
+        assert {name for name, _ in first["weighed"]} == {"guest-0", "own-0"}
+        assert second["why"] == "holds the prefix"
+        assert 0 <= second["age_s"] < 60
+        found = await asyncio.to_thread(explain, base_url(gateway), "episode/1")
+        lines = [str(line) for line in found.lines]
+        assert len(lines) == 2
+        assert f"q2  -> {first['replica']}: holds the prefix" in lines[1]
+        with pytest.raises(RefusedError, match="remembers no choice for 'unheard'"):
+            await asyncio.to_thread(explain, base_url(gateway), "unheard")
+
+
+def test_a_gateway_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(UnavailableError, match="no gateway answers"):
+        explain("http://127.0.0.1:1", "x")
+    with pytest.raises(ConfigError, match="write http"):
+        explain("file:///etc", "x")

@@ -9,18 +9,16 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
-from gateway_cases import base_url, calling, entry, gateway_with
-from wire_cases import VLLM, ask, vllm_body
+from gateway_cases import calling, serving
+from wire_cases import CHAT, VLLM, ask, body_of, vllm_body
 
 from rose.gateway import Gateway
 from rose.gateway.event_loop import LoopLag
 from rose.gateway.text_codec import TextCodec
-from tests.fakes.replica import StandInReplica
 from tests.harness.tokenizer_kinds import TEMPLATE, save_byte_tokenizer
 
 # One gateway for all, whose processes for texts take a second to start.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-CHAT = "/v1/chat/completions"
 # A template as bad as can be: it goes round, or makes text, as often as a variable of it says.
 GREEDY = (
     "{% for i in range(spin or 0) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -53,17 +51,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def texty(tokenizer: Path) -> AsyncIterator[Gateway]:
+async def texty(tokenizer: Path) -> AsyncIterator[tuple[Gateway, aiohttp.ClientSession]]:
     limits = {"text_timeout_s": PATIENT_S, "max_prompt_chars": 100_000, "max_model_len": 1_000_000}
-    async with (
-        StandInReplica() as replica,
-        gateway_with(entry(replica, "guest-0"), tokenizer=tokenizer, **limits) as gw,
-    ):
-        yield gw
+    async with serving(tokenizer=tokenizer, **limits) as (_, gw, session):
+        yield gw, session
 
 
 def chat(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, **fields}
+    return body_of(CHAT, 2, **fields)
 
 
 @contextmanager
@@ -97,36 +92,36 @@ def longest_pause_s() -> Iterator[list[float]]:
     ],
 )
 async def test_a_conversation_that_costs_too_much_is_refused_alone(
-    texty: Gateway, variables: dict[str, int], says: str
+    texty: Any, variables: dict[str, int], says: str
 ) -> None:
-    async with aiohttp.ClientSession(base_url(texty)) as session:
-        assert (await ask(session, CHAT, chat()))[0] == 200
-        hurry = hurried(texty) if "spin" in variables else nullcontext()
-        with longest_pause_s() as pause, hurry:
-            costly = asyncio.create_task(ask(session, CHAT, chat(chat_template_kwargs=variables)))
-            while not costly.done():
-                assert (await ask(session, VLLM, vllm_body(2)))[0] == 200
-                await asyncio.sleep(0.02)
-        status, answer, _ = await costly
-        assert (status, says in answer["error"]["message"]) == (400, True), answer
-        # Its worker is there again, or the neighbour is.
-        assert (await ask(session, CHAT, chat()))[0] == 200
+    gw, session = texty
+    assert (await ask(session, CHAT, chat()))[0] == 200
+    hurry = hurried(gw) if "spin" in variables else nullcontext()
+    with longest_pause_s() as pause, hurry:
+        costly = asyncio.create_task(ask(session, CHAT, chat(chat_template_kwargs=variables)))
+        while not costly.done():
+            assert (await ask(session, VLLM, vllm_body(2)))[0] == 200
+            await asyncio.sleep(0.02)
+    status, answer, _ = await costly
+    assert (status, says in answer["error"]["message"]) == (400, True), answer
+    # Its worker is there again, or the neighbour is.
+    assert (await ask(session, CHAT, chat()))[0] == 200
     assert pause[0] < 1.0
 
 
-async def test_a_variable_of_the_template_reaches_it(texty: Gateway) -> None:
-    async with aiohttp.ClientSession(base_url(texty)) as session:
-        plain = (await ask(session, "/tokenize", chat()))[1]
-        more = (await ask(session, "/tokenize", chat(chat_template_kwargs={"size": 7})))[1]
+async def test_a_variable_of_the_template_reaches_it(texty: Any) -> None:
+    session = texty[1]
+    plain = (await ask(session, "/tokenize", chat()))[1]
+    more = (await ask(session, "/tokenize", chat(chat_template_kwargs={"size": 7})))[1]
     assert more["count"] == plain["count"] + 7
 
 
-async def test_long_texts_are_the_same_as_short_ones(texty: Gateway) -> None:
+async def test_long_texts_are_the_same_as_short_ones(texty: Any) -> None:
+    session = texty[1]
     text = "abc é" * 5_000
-    async with aiohttp.ClientSession(base_url(texty)) as session:
-        _, found, _ = await ask(session, "/tokenize", {"prompt": text, "return_token_strs": True})
-        _, quick, _ = await ask(session, "/tokenize", {"prompt": text})
-        _, back, _ = await ask(session, "/detokenize", {"tokens": found["tokens"]})
+    _, found, _ = await ask(session, "/tokenize", {"prompt": text, "return_token_strs": True})
+    _, quick, _ = await ask(session, "/tokenize", {"prompt": text})
+    _, back, _ = await ask(session, "/detokenize", {"tokens": found["tokens"]})
     assert found["tokens"] == quick["tokens"]
     assert len(found["token_strs"]) == found["count"] == len(text.encode())
     assert back["prompt"] == text

@@ -39,6 +39,13 @@ async def ask(
         return response.status, await response.json(), response.headers
 
 
+async def get(session: aiohttp.ClientSession, path: str) -> Any:
+    """Return a page's JSON, or its text if it has another form."""
+    async with session.get(path) as response:
+        assert response.status == 200
+        return await (response.json() if "json" in response.content_type else response.text())
+
+
 async def stream(
     session: aiohttp.ClientSession, path: str, body: Any, **kw: Any
 ) -> tuple[int, list[str]]:
