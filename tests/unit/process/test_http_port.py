@@ -4,9 +4,12 @@ import asyncio
 import errno
 import os
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import aiohttp
 import pytest
@@ -18,6 +21,7 @@ from rose.metrics_server import MetricsServer
 from rose.process import http_port
 from rose.process.http_port import BoundedSocket, Connections, FewRecords, HttpPort, LimitLog
 from rose.weight_distribution.version_server import VersionServer
+from tests.harness.waiting import HandClock
 from weight_transfer import ChunkStore
 
 
@@ -60,81 +64,71 @@ async def test_a_page_of_another_site_reaches_no_loopback_port(
             assert answer.status == status
 
 
-class Flood:
-    """Sockets that connect and bring nothing."""
-
-    def __init__(self, port: int, count: int) -> None:
-        self.sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(count)]
-
-    def close(self) -> None:
-        for each in self.sockets:
-            each.close()
+@pytest.fixture
+def said() -> list[str]:
+    return []
 
 
-async def test_sockets_beyond_the_bound_are_closed_before_a_handshake() -> None:
-    said: list[str] = []
-    limits = LimitLog(lambda event, **fields: said.append(str(fields["limit"])), lambda: 0.0)
-    with BoundedSocket() as listening:
-        listening.capacity, listening.limits = 2, limits
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(8)
-        flood = Flood(listening.getsockname()[1], 4)
-        kept = [listening.accept()[0] for _ in range(2)]
-        for _ in range(2):
-            with pytest.raises(BlockingIOError):
-                listening.accept()
-        kept.pop().close()
-        flood.sockets.append(socket.create_connection(listening.getsockname()))
-        kept.append(listening.accept()[0])
-        for each in kept:
-            each.close()
-        flood.close()
+@pytest.fixture
+def listening(said: list[str]) -> Iterator[BoundedSocket]:
+    with BoundedSocket() as found:
+        found.limits = LimitLog(lambda event, **more: said.append(str(more["limit"])), lambda: 0.0)
+        found.bind(("127.0.0.1", 0))
+        found.listen(8)
+        yield found
+
+
+@pytest.fixture
+def flood(listening: BoundedSocket) -> Iterator[Callable[[], socket.socket]]:
+    """A function that opens one more connection that brings nothing."""
+    with ExitStack() as stack:
+        address = listening.getsockname()
+        yield lambda: stack.enter_context(socket.create_connection(address))
+
+
+async def test_sockets_beyond_the_bound_are_closed_before_a_handshake(
+    listening: BoundedSocket, flood: Callable[[], socket.socket], said: list[str]
+) -> None:
+    listening.capacity = 2
+    for _ in range(4):
+        flood()
+    kept = [listening.accept()[0] for _ in range(2)]
+    for _ in range(2):
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+    kept.pop().close()
+    flood()
+    kept.append(listening.accept()[0])
+    for each in kept:
+        each.close()
     assert said == ["max_connections"]
 
 
-def test_accepted_connections_that_are_closed_leave_no_descriptor() -> None:
-    with BoundedSocket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(8)
-        open_before = len(os.listdir("/proc/self/fd"))
-        for _ in range(8):
-            with socket.create_connection(listening.getsockname()):
-                listening.accept()[0].close()
-        assert len(os.listdir("/proc/self/fd")) == open_before
+def test_accepted_connections_that_are_closed_leave_no_descriptor(
+    listening: BoundedSocket,
+) -> None:
+    open_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(8):
+        with socket.create_connection(listening.getsockname()):
+            listening.accept()[0].close()
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 async def test_a_connection_without_descriptors_is_closed_and_told_once(
     monkeypatch: pytest.MonkeyPatch,
+    listening: BoundedSocket,
+    flood: Callable[[], socket.socket],
+    said: list[str],
 ) -> None:
-    said: list[str] = []
-    limits = LimitLog(lambda event, **fields: said.append(str(fields["limit"])), lambda: 0.0)
-    with BoundedSocket() as listening:
-        listening.limits = limits
-        listening.bind(("127.0.0.1", 0))
-        listening.listen(8)
-        flood = Flood(listening.getsockname()[1], 2)
-        accept, calls = listening._accept, iter([True, False, True, False])
-
-        def full() -> tuple[int, object]:
-            if next(calls):
-                raise OSError(errno.EMFILE, "Too many open files")
-            return accept()
-
-        monkeypatch.setattr(listening, "_accept", full)
-        for sock in flood.sockets:
-            with pytest.raises(BlockingIOError):
-                listening.accept()
-            assert sock.recv(1) == b""
-        flood.close()
+    opened = [flood() for _ in range(2)]
+    full = OSError(errno.EMFILE, "Too many open files")
+    accept = Mock(side_effect=[full, DEFAULT, full, DEFAULT], wraps=listening._accept)
+    monkeypatch.setattr(listening, "_accept", accept)
+    for sock in opened:
+        with pytest.raises(BlockingIOError):
+            listening.accept()
+        assert sock.recv(1) == b""
     assert said == ["descriptors"]
-
-
-class Scraped:
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-    def look(self) -> None:
-        """Count nothing."""
 
 
 @pytest.mark.parametrize("kind", ["metrics", "versions"])
@@ -142,9 +136,10 @@ async def test_connections_that_bring_nothing_are_closed_everywhere(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     port = free_port()
+    scraped: Any = SimpleNamespace(registry=CollectorRegistry(), look=lambda: None)
     monkeypatch.setattr(http_port, "MAX_SIDE_CONNECTIONS", 3)
     server = (
-        MetricsServer(Scraped(), "127.0.0.1", port)
+        MetricsServer(scraped, "127.0.0.1", port)
         if kind == "metrics"
         else VersionServer(ChunkStore(tmp_path), port)
     )
@@ -160,10 +155,10 @@ async def test_connections_that_bring_nothing_are_closed_everywhere(
 
 
 def test_records_beyond_the_bound_wait_for_the_next_minute() -> None:
-    now_s = [0.0]
-    few = FewRecords(lambda: now_s[0])
+    clock = HandClock()
+    few = FewRecords(clock)
     record = http_port._log.makeRecord("x", 30, "f", 1, "m", (), None)
     passed = [few.filter(record) for _ in range(http_port.RECORDS_A_MINUTE + 5)]
     assert passed.count(True) == http_port.RECORDS_A_MINUTE
-    now_s[0] = http_port.MINUTE_S
+    clock.now_s += http_port.MINUTE_S
     assert few.filter(record)

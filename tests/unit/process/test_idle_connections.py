@@ -6,7 +6,7 @@ Each program is a process of its own with few descriptors, and gets more connect
 
 import asyncio
 import contextlib
-import logging
+import functools
 import os
 import resource
 import socket
@@ -30,7 +30,7 @@ from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.security import CertificateFiles, Role
 from tests.harness.certificates import Certificates
 from tests.harness.processes import Forked
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 from tests.unit.node.node_bench import Bench
 
 DESCRIPTORS: Final = 512
@@ -39,7 +39,6 @@ MANY_CONNECTIONS: Final = 10_000
 ANSWER_S: Final = 5.0
 TRY_S: Final = 1.5
 MOST_LOG_BYTES: Final = 16 << 10
-_log = logging.getLogger(__name__)
 TURN: Final = (
     b"POST /g0/rose/v1/generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n"
     b"Connection: close\r\n\r\n{}"
@@ -66,46 +65,36 @@ class Program:
         return context
 
 
-class Programs:
-    """Programs by name and descriptor limit, each started when a test first asks for it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._issued = Certificates(folder)
-        self._started: dict[tuple[str, bool, int], Program] = {}
-
-    def get(self, name: str, tls: bool, descriptors: int) -> Program:
-        key = name, tls, descriptors
-        if key not in self._started:
-            self._started[key] = self._start(*key)
-        return self._started[key]
-
-    def _start(self, name: str, tls: bool, descriptors: int) -> Program:
-        folder = self.folder / f"{name}-{tls}-{descriptors}"
-        folder.mkdir()
-        role, own, caller = ROLES[name]
-        files = self._issued.of(role, own) if tls else None
-        operator = self._issued.of(caller, f"operator-{name}") if tls else None
-        paths = dict(zip(("ca", "certificate", "key"), files.paths, strict=True)) if files else {}
-        ports = {port.name: free_port() for port in PORTS if port.program == name}
-        argv = [str(folder), *(f"--{option}={path}" for option, path in paths.items())]
-        argv += [f"{port}={number}" for port, number in ports.items()]
-        log = folder / "stderr"
-        process = Forked(__file__, str(descriptors), name, *argv, stderr=log)
-        return Program(process, log, ports, operator, descriptors)
-
-    def close(self) -> None:
-        for program in self._started.values():
-            program.process.end()
+Programs = Callable[[str, bool, int], Program]
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    started = Programs(tmp_path_factory.mktemp("programs"))
-    yield started
-    started.close()
+    folder = tmp_path_factory.mktemp("programs")
+    issued = Certificates(folder)
+
+    @functools.cache
+    def started(name: str, tls: bool, descriptors: int) -> Program:
+        """A program with a limit of descriptors, started when a test first asks for it."""
+        own_folder = folder / f"{name}-{tls}-{descriptors}"
+        own_folder.mkdir()
+        role, own, caller = ROLES[name]
+        argv = [str(own_folder)]
+        if tls:
+            paths = zip(("ca", "certificate", "key"), issued.of(role, own).paths, strict=True)
+            argv += [f"--{option}={path}" for option, path in paths]
+        ports = {port.name: free_port() for port in PORTS if port.program == name}
+        argv += [f"{port}={number}" for port, number in ports.items()]
+        log = own_folder / "stderr"
+        process = Forked(__file__, str(descriptors), name, *argv, stderr=log)
+        stack.callback(process.end)
+        operator = issued.of(caller, f"operator-{name}") if tls else None
+        return Program(process, log, ports, operator, descriptors)
+
+    with contextlib.ExitStack() as stack:
+        yield started
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -135,15 +124,15 @@ async def ask_rpc(program: Program, port: int) -> None:
         await SchedulerStub(channel).Snapshot(pb.SnapshotRequest(), timeout=TRY_S)
 
 
-async def answered(program: Program, port: "Port", limit_s: float) -> float:
-    """Return the seconds until the operator's request is answered; it is made again if refused."""
+async def answered(program: Program, port: "Port", limit_s: float) -> None:
+    """Wait until the operator's request is answered; it is made again if refused."""
     began_s, failure = time.monotonic(), "nothing"
     while (left_s := began_s + limit_s - time.monotonic()) > 0:
         assert program.process.poll() is None, program.log.read_text()
         try:
             async with asyncio.timeout(min(TRY_S, left_s)):
                 await port.ask(program, program.ports[port.name])
-            return time.monotonic() - began_s
+            return
         except Exception as error:
             failure = repr(error)[:200]
             await asyncio.sleep(0.05)
@@ -184,61 +173,29 @@ CASES: Final = [
 ]
 
 
-class IdleConnections:
+@contextlib.asynccontextmanager
+async def idle(port: int, count: int) -> AsyncIterator[None]:
     """Connections that bring nothing."""
-
-    def __init__(self) -> None:
-        self._sockets: list[socket.socket] = []
-
-    async def open(self, port: int, count: int) -> None:
+    with contextlib.ExitStack() as stack:
         for number in range(count):
-            sock = socket.socket()
+            sock = stack.enter_context(socket.socket())
             sock.setblocking(False)
             sock.connect_ex(("127.0.0.1", port))
-            self._sockets.append(sock)
             if not number % 100:
                 await asyncio.sleep(0.01)
-
-    @property
-    def held(self) -> int:
-        """Number of connections that the program has not closed."""
-        held = 0
-        for sock in self._sockets:
-            # Nothing comes over an open one: neither an answer of 503 nor an end.
-            with contextlib.suppress(ConnectionError):
-                try:
-                    sock.recv(1)
-                except BlockingIOError:
-                    held += 1
-        return held
-
-    def close(self) -> None:
-        for sock in self._sockets:
-            sock.close()
-
-
-@contextlib.asynccontextmanager
-async def idle(program: Program, port: Port, count: int) -> AsyncIterator[IdleConnections]:
-    connections = IdleConnections()
-    try:
-        await connections.open(program.ports[port.name], count)
-        yield connections
-    finally:
-        connections.close()
+        yield
 
 
 async def check(program: Program, port: Port, count: int) -> None:
     await answered(program, port, PATIENCE_S)
     log_bytes = program.log.stat().st_size
-    async with idle(program, port, count) as connections:
+    async with idle(program.ports[port.name], count):
         others = [each for each in PORTS if each.program == port.program]
         for each in sorted(others, key=lambda each: each is not port):
             if bool(program.operator) in each.tls:
-                waited_s = await answered(program, each, ANSWER_S)
-                _log.info("%d held, %s in %.2f s", connections.held, each.name, waited_s)
+                await answered(program, each, ANSWER_S)
         assert program.process.poll() is None
         descriptors = len(os.listdir(f"/proc/{program.process.pid}/fd"))
-        _log.info("%s: %d descriptors of %d", port.name, descriptors, program.descriptors)
         assert descriptors <= program.descriptors - SPARE_DESCRIPTORS // 2
     written = program.log.read_bytes()[log_bytes:]
     assert len(written) < MOST_LOG_BYTES, written[:1_000]
@@ -248,7 +205,7 @@ async def check(program: Program, port: Port, count: int) -> None:
 async def test_idle_connections_beyond_a_programs_descriptors_keep_no_operator_out(
     port: Port, tls: bool, programs: Programs
 ) -> None:
-    await check(programs.get(port.program, tls, DESCRIPTORS), port, CONNECTIONS)
+    await check(programs(port.program, tls, DESCRIPTORS), port, CONNECTIONS)
 
 
 @pytest.mark.nightly
@@ -258,40 +215,37 @@ async def test_ten_thousand_idle_connections_keep_no_operator_out(
 ) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     count = min(MANY_CONNECTIONS, hard - DESCRIPTORS)
-    await check(programs.get(port.program, tls, hard), port, count)
+    await check(programs(port.program, tls, hard), port, count)
 
 
-async def test_a_node_without_descriptors_goes_on_guarding(programs: Programs) -> None:
+async def test_a_node_without_descriptors_goes_on_guarding(tmp_path: Path) -> None:
     """The limit falls below what the node counted on, so that accepting fails for want of one."""
-    folder = programs.folder / "node"
-    folder.mkdir()
-    bench = Bench(folder, "guest")
+    bench = Bench(tmp_path, "guest")
     await bench.start()
-    connections = IdleConnections()
     try:
         daemon = bench.spawn()
         await bench.until("leased", lambda replica: replica.healthy and replica.leased)
         open_now = len(os.listdir(f"/proc/{daemon.pid}/fd"))
         resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (open_now + 50, open_now + 50))
-        log_bytes = (folder / "daemon.log").stat().st_size
-        await connections.open(bench.settings["metrics_port"], 4 * SPARE_DESCRIPTORS)
-        for _ in range(5):
-            before = bench.page.grant.peek()
-            assert before is not None
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    await asyncio.sleep(0.05)
-                    after = bench.page.grant.peek()
-                    if after is not None and after.heartbeat_ns > before.heartbeat_ns:
-                        break
-        assert daemon.poll() is None
-        connections.close()
-        program = Program(daemon, folder / "daemon.log", bench.settings, None, 0)
+        log_bytes = (tmp_path / "daemon.log").stat().st_size
+        grant = bench.page.grant
+
+        def beats_after(heartbeat_ns: int) -> bool:
+            now = grant.peek()
+            return now is not None and now.heartbeat_ns > heartbeat_ns
+
+        async with idle(bench.settings["metrics_port"], 4 * SPARE_DESCRIPTORS):
+            for _ in range(5):
+                before = grant.peek()
+                assert before is not None
+                beat = functools.partial(beats_after, before.heartbeat_ns)
+                await until_async(beat, PATIENCE_S, "a heartbeat of the grant", every_s=0.05)
+            assert daemon.poll() is None
+        program = Program(daemon, tmp_path / "daemon.log", bench.settings, None, 0)
         await answered(program, Port("node", "metrics_port", get("/metrics")), ANSWER_S)
         written = program.log.read_bytes()[log_bytes:]
         assert len(written) < MOST_LOG_BYTES, written[:1_000]
     finally:
-        connections.close()
         await bench.close()
 
 
