@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import grpc
@@ -14,7 +15,11 @@ from rose.gateway import Gateway, GatewaySettings
 from rose.logs.eventlog import EventLog
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel, make_server
-from rose.rpc.rose_pb2_grpc import SchedulerStub, add_SchedulerServicer_to_server
+from rose.rpc.rose_pb2_grpc import (
+    SchedulerServicer,
+    SchedulerStub,
+    add_SchedulerServicer_to_server,
+)
 from rose.scheduler import LeaseTimes, SchedulerCore, SchedulerService
 from rose.scheduler.persistence import load
 from tests.fakes.memory_store import InMemoryStore
@@ -27,8 +32,8 @@ GUEST, JOB = "guest-0", "grpo"
 class RunningScheduler:
     """One life of a scheduler; the next one gets its store and its port."""
 
-    def __init__(self, folder: Path, store: InMemoryStore, port: int = 0) -> None:
-        self.store = store
+    def __init__(self, folder: Path, store: InMemoryStore | None = None, port: int = 0) -> None:
+        self.store = store = store or InMemoryStore()
         self._events = EventLog(folder, "scheduler")
         times = LeaseTimes(cooldown_s=0.05)
         self.core = SchedulerCore(load(store.entries), HarvestMode.ACTIVE, times)
@@ -82,6 +87,19 @@ async def gateway_of(
 
 
 @contextlib.asynccontextmanager
+async def watching(
+    folder: Path,
+) -> AsyncIterator[tuple[RunningScheduler, Gateway, aiohttp.ClientSession]]:
+    """A scheduler that knows a gateway's demand, the gateway, and a session with it."""
+    async with (
+        RunningScheduler(folder) as scheduler,
+        gateway_of(scheduler) as (gateway, session),
+    ):
+        await scheduler.until_job(demand_known=True, turns=0)
+        yield scheduler, gateway, session
+
+
+@contextlib.asynccontextmanager
 async def offering(scheduler: RunningScheduler, replica: StandInReplica) -> AsyncIterator[None]:
     """A node that offers the replica as a guest, ten times a second."""
     offer = pb.Offer(
@@ -106,3 +124,37 @@ async def offering(scheduler: RunningScheduler, replica: StandInReplica) -> Asyn
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+# ---- a scheduler of tables alone ----
+
+
+def row(name: str = "guest-0", epoch: int = 3, **fields: Any) -> pb.Replica:
+    guest = {
+        "kind": pb.REPLICA_KIND_GUEST,
+        "url": "http://127.0.0.1:1",
+        "leased": True,
+        "policy_version": 2,
+        "max_sequences": 8,
+        "healthy": True,
+    }
+    return pb.Replica(id=name, lease_epoch=epoch, **(guest | fields))
+
+
+TABLE = pb.ReplicaTable(revision=1, replicas=[row()])
+
+
+class FakeScheduler(SchedulerServicer):
+    """Sends its tables on each watch, again and again if `every_s` is given, then is silent."""
+
+    def __init__(self, *tables: pb.ReplicaTable, every_s: float | None = None) -> None:
+        self.tables = tables or (TABLE,)
+        self.every_s = every_s
+        self.watches = 0
+
+    async def WatchReplicas(self, request: Any, context: Any) -> AsyncIterator[pb.ReplicaTable]:
+        self.watches += 1
+        while True:
+            for table in self.tables:
+                yield table
+            await asyncio.sleep(60 if self.every_s is None else self.every_s)

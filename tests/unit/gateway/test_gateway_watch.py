@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 import pytest
+from scheduler_cases import FakeScheduler, row
 
 from rose.gateway.replicas.table import ReplicaEntry
 from rose.gateway.replicas.watch import WatchedTable
@@ -15,39 +15,6 @@ from rose.rpc import rose_pb2, rose_pb2_grpc
 from rose.rpc.silence import LOOKS, Silence
 
 Rows = tuple[ReplicaEntry, ...]
-
-
-def row(name: str = "guest-0", epoch: int = 3, **fields: Any) -> rose_pb2.Replica:
-    guest = {
-        "kind": rose_pb2.REPLICA_KIND_GUEST,
-        "url": "http://127.0.0.1:1",
-        "leased": True,
-        "policy_version": 2,
-        "max_sequences": 8,
-        "healthy": True,
-    }
-    return rose_pb2.Replica(id=name, lease_epoch=epoch, **(guest | fields))
-
-
-TABLE = rose_pb2.ReplicaTable(revision=1, replicas=[row()])
-
-
-class FakeScheduler(rose_pb2_grpc.SchedulerServicer):
-    """Sends its tables on each watch, again and again if `every_s` is given, then is silent."""
-
-    def __init__(self, *tables: rose_pb2.ReplicaTable, every_s: float | None = None) -> None:
-        self.tables = tables or (TABLE,)
-        self.every_s = every_s
-        self.watches = 0
-
-    async def WatchReplicas(
-        self, request: Any, context: Any
-    ) -> AsyncIterator[rose_pb2.ReplicaTable]:
-        self.watches += 1
-        while True:
-            for table in self.tables:
-                yield table
-            await asyncio.sleep(60 if self.every_s is None else self.every_s)
 
 
 @asynccontextmanager

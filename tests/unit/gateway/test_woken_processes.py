@@ -6,15 +6,15 @@ Both are processes of their own here, since a test cannot stop itself.
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import grpc
 import pytest
-from gateway_cases import calling, entry, until
+from gateway_cases import begin, calling, entry, until
+from scheduler_cases import FakeScheduler, row
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.rpc import rose_pb2, rose_pb2_grpc
@@ -51,7 +51,7 @@ async def test_what_a_woken_replica_says_under_its_old_lease_reaches_nobody(
         url = await replica.line()
         stopped = entry(other, "guest-0", url=url, policy_version=1)
         gw.set_table((stopped,))
-        turn = asyncio.create_task(ask(http, VLLM, vllm_body(40)))
+        turn = begin(http, vllm_body(40))
         stats = gw.stats
         await until(lambda: stats.tokens["guest-0"] >= 3)
         replica.send_signal(signal.SIGSTOP)
@@ -67,37 +67,6 @@ async def test_what_a_woken_replica_says_under_its_old_lease_reaches_nobody(
     assert (status, answer["choices"][0]["token_ids"]) == (200, [*range(101, 141)])
     versions = [(span["version"], span["start"], span["end"]) for span in answer["versions"]]
     assert versions == [(1, 0, had), (2, had, 40)]
-
-
-class Scheduler(rose_pb2_grpc.SchedulerServicer):
-    """Leases one replica under epoch 1, and after `renew` under epoch 2; else it says nothing."""
-
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.epochs: asyncio.Queue[int] = asyncio.Queue()
-        self.epochs.put_nowait(1)
-
-    def renew(self) -> None:
-        self.epochs.put_nowait(2)
-
-    async def WatchReplicas(self, request: Any, context: Any) -> AsyncIterator[Any]:
-        del request, context
-        epoch = await self.epochs.get()
-        while True:
-            yield self._table(epoch)
-            await asyncio.sleep(TTL_S / 4)
-
-    def _table(self, epoch: int) -> Any:
-        row = rose_pb2.Replica(
-            id="guest-0",
-            kind=rose_pb2.REPLICA_KIND_GUEST,
-            url=self._url,
-            leased=True,
-            lease_epoch=epoch,
-            healthy=True,
-            max_sequences=8,
-        )
-        return rose_pb2.ReplicaTable(replicas=[row])
 
 
 async def usable(url: str) -> int:
@@ -122,7 +91,8 @@ async def test_a_woken_gateway_sends_nothing_under_the_leases_that_it_knew() -> 
     async with AsyncExitStack() as stack:
         gateway = stack.enter_context(Forked("-m", "rose.main.gateway", *options, stdout=True))
         replica = await stack.enter_async_context(StandInReplica())
-        scheduler = Scheduler(replica.url)
+        table = rose_pb2.ReplicaTable(replicas=[row(epoch=1, url=replica.url)])
+        scheduler = FakeScheduler(table, every_s=TTL_S / 4)
         rose_pb2_grpc.add_SchedulerServicer_to_server(scheduler, server)
         await server.start()
         async with asyncio.timeout(PATIENCE_S):
