@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from gateway_cases import calling, entry, serving
-from wire_cases import VLLM, ask, vllm_body
+from gateway_cases import entry, failing_over, serving
+from wire_cases import COMPLETIONS, VLLM, ask, get, vllm_body
 
 from elastic_scheduler import TurnNeed
 from rose.errors import ConfigError
@@ -14,8 +14,6 @@ from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.settings import GatewaySettings, parse_settings
 from rose.gateway.stats import GatewayStats
 from tests.fakes.replica import StandInReplica
-
-COMPLETIONS = "/v1/completions"
 
 
 def batch(prompts: int, samples: int, **fields: Any) -> dict[str, Any]:
@@ -37,11 +35,7 @@ def batch(prompts: int, samples: int, **fields: Any) -> dict[str, Any]:
 
 
 async def test_512_completions_of_one_request_are_answered_in_their_order() -> None:
-    async with (
-        StandInReplica() as one,
-        StandInReplica() as two,
-        calling(entry(one, "own-0"), entry(two, "own-1"), model_names=("*",)) as (_, session),
-    ):
+    async with failing_over(model_names=("*",)) as (one, two, _, session):
         status, answer, _ = await ask(session, COMPLETIONS, batch(64, 8))
     assert status == 200
     assert len(one.requests) + len(two.requests) == 512
@@ -91,21 +85,22 @@ async def test_a_batch_waits_for_its_places_as_long_as_tokens_come() -> None:
     await queue.batch
 
 
-async def test_a_batch_whose_replicas_make_nothing_is_given_up() -> None:
+@pytest.mark.parametrize(("with_tokens_s", "without_s"), [(100, 62), (3_602, 0)])
+async def test_a_batch_whose_replicas_make_nothing_or_go_on_for_ever_is_given_up(
+    with_tokens_s: int, without_s: int
+) -> None:
     queue = Queue()
     await queue.begin()
-    await queue.pass_by(100, tokens=True)
-    await queue.pass_by(59, tokens=False)
+    await queue.pass_by(with_tokens_s - 3, tokens=True)
     assert not queue.batch.done()
-    await queue.pass_by(3, tokens=False)
-    assert "no replica was free" in str(queue.batch.exception())
-
-
-async def test_no_batch_waits_for_ever() -> None:
-    queue = Queue()
-    await queue.begin()
-    await queue.pass_by(3_602, tokens=True)
-    assert isinstance(queue.batch.exception(), NoReplica)
+    await queue.pass_by(3, tokens=True)
+    if without_s:
+        await queue.pass_by(without_s - 3, tokens=False)
+        assert not queue.batch.done()
+        await queue.pass_by(3, tokens=False)
+    error = queue.batch.exception()
+    assert isinstance(error, NoReplica)
+    assert "no replica was free" in str(error)
 
 
 async def test_a_batch_that_waits_for_a_version_is_not_looked_through_for_each_of_its_turns(
@@ -126,7 +121,7 @@ async def test_a_batch_that_waits_for_a_version_is_not_looked_through_for_each_o
 async def test_every_name_that_was_given_is_listed_and_others_are_refused_by_name() -> None:
     names = ("policy", "org/Model-7B")
     async with serving(name="own-0", model_names=names) as (_, _, session):
-        cards = (await (await session.get("/v1/models")).json())["data"]
+        cards = (await get(session, "/v1/models"))["data"]
         taken = [(await ask(session, VLLM, vllm_body(2, model=name)))[0] for name in (*names, None)]
         status, answer, _ = await ask(session, COMPLETIONS, batch(1, 1, model="other"))
     assert [card["id"] for card in cards] == list(names)
@@ -138,11 +133,8 @@ async def test_every_name_that_was_given_is_listed_and_others_are_refused_by_nam
 
 
 async def test_a_star_takes_any_name_and_lists_those_beside_it() -> None:
-    async with (
-        StandInReplica() as replica,
-        calling(entry(replica, "own-0"), model_names=("policy", "*")) as (_, session),
-    ):
-        cards = (await (await session.get("/v1/models")).json())["data"]
+    async with serving(model_names=("policy", "*")) as (_, _, session):
+        cards = (await get(session, "/v1/models"))["data"]
         status, answer, _ = await ask(session, COMPLETIONS, batch(1, 1, model="any/thing"))
     assert ([card["id"] for card in cards], status, answer["model"]) == (["policy"], 200, "policy")
 
@@ -156,8 +148,3 @@ def test_the_command_line_takes_several_names() -> None:
         parse_settings([*here, "--model-name", "a", "--model-name", "a"])
     with pytest.raises(ConfigError, match="--model-name is empty"):
         parse_settings([*here, "--model-name", ""])
-
-
-def test_a_batch_of_512_fits_into_what_may_wait_by_default() -> None:
-    assert GatewaySettings.__dataclass_fields__["max_waiting"].default >= 4 * 512
-    assert GatewaySettings.__dataclass_fields__["max_completions"].default >= 512

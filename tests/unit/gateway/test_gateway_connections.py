@@ -3,27 +3,17 @@
 import asyncio
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
+from gateway_cases import base_url, gateway_with, serving, until
 from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway
 from rose.process.http_port import HEAD_GRACE_S, IDLE_S, QUIET_S, Connections, LimitLog
-from tests.fakes.replica import StandInReplica
 
 HALF = b"POST /health HTTP/1.1\r\nHost: localhost\r\nX: "
-
-
-class FakeConnection:
-    def __init__(self) -> None:
-        self.closed = False
-
-    def abort(self) -> None:
-        self.closed = True
-
-    hang_up = abort
 
 
 class Book:
@@ -35,8 +25,9 @@ class Book:
         self.limits = LimitLog(lambda *a, **k: self.said.append((a[0], k)), lambda: self.now_s)
         self.open = Connections(capacity, 10.0, self.limits, lambda: self.now_s)
 
-    def new(self, idle: bool = False) -> FakeConnection | None:
-        connection: Any = FakeConnection()
+    def new(self, idle: bool = False) -> Any:
+        connection: Any = Mock(closed=False)
+        connection.abort = connection.hang_up = lambda: setattr(connection, "closed", True)
         if not self.open.admit(connection):
             return None
         if idle:
@@ -45,41 +36,34 @@ class Book:
         return connection
 
 
-def test_a_head_that_does_not_come_closes_its_connection() -> None:
+@pytest.mark.parametrize(
+    ("idle", "heard_s", "began_s", "closed_s"),
+    [
+        # A head that does not come closes its connection; one that comes in time does not.
+        (False, None, None, 10.0),
+        (False, None, 9.0, None),
+        # The next head has its time from its first byte.
+        (True, 100.0, None, 110.0),
+        # An idle connection is kept for long, and not for ever.
+        (True, None, None, IDLE_S),
+    ],
+)
+def test_a_connection_that_brings_nothing_is_closed_in_time(
+    idle: bool, heard_s: float | None, began_s: float | None, closed_s: float | None
+) -> None:
     book = Book(9)
-    late, early = book.new(), book.new()
-    assert None not in (late, early)
-    book.now_s = 9.0
-    book.open.began(early)
-    book.now_s = 10.5
+    connection: Any = book.new(idle=idle)
+    for at_s, happens in ((heard_s, book.open.heard), (began_s, book.open.began)):
+        if at_s is not None:
+            book.now_s = at_s
+            happens(connection)
+    book.now_s = (closed_s or 2 * IDLE_S) - 0.5
     book.open.sweep()
-    assert (late.closed, early.closed, len(book.open)) == (True, False, 1)
-
-
-def test_the_next_head_has_its_time_from_its_first_byte() -> None:
-    book = Book(9)
-    idle = book.new(idle=True)
-    assert idle
-    book.now_s = 100.0
-    book.open.heard(idle)
-    book.now_s = 109.0
+    assert not connection.closed
+    book.now_s += 1.0
     book.open.sweep()
-    assert not idle.closed
-    book.now_s = 111.0
-    book.open.sweep()
-    assert idle.closed
-
-
-def test_an_idle_connection_is_kept_for_long_but_not_for_ever() -> None:
-    book = Book(9)
-    idle = book.new(idle=True)
-    assert idle
-    book.now_s = IDLE_S - 1
-    book.open.sweep()
-    assert not idle.closed
-    book.now_s = IDLE_S + 1
-    book.open.sweep()
-    assert idle.closed
+    assert connection.closed == (closed_s is not None)
+    assert len(book.open) == (closed_s is None)
 
 
 def test_at_the_bound_the_connection_that_is_idle_for_longest_makes_room() -> None:
@@ -120,12 +104,7 @@ async def connect(gateway: Gateway, data: bytes) -> tuple[Any, Any]:
 
 
 async def test_half_requests_keep_nobody_from_the_gateway_for_long() -> None:
-    async with (
-        StandInReplica() as replica,
-        gateway_with(
-            entry(replica, "guest-0"), max_connections=4, head_timeout_s=0.2, shutdown_s=0.1
-        ) as gw,
-    ):
+    async with serving(max_connections=4, head_timeout_s=0.2) as (_, gw, _):
         halves = [await connect(gw, HALF) for _ in range(4)]
         reader, writer = await connect(gw, b"")
         refused = await reader.read()

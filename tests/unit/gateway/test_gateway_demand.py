@@ -30,16 +30,19 @@ async def test_the_first_turn_brings_the_lease_that_it_waits_for(
 ) -> None:
     # No report comes by itself: only the first turn can have brought the lease.
     monkeypatch.setattr(demand, "PERIOD_S", 60.0)
-    async with StandInReplica() as replica, watching(tmp_path) as (scheduler, gateway, session):
-        async with offering(scheduler, replica):
-            await until(lambda: bool(gateway.status().live_turns))
-            await asyncio.sleep(0.3)
-            assert not (await scheduler.snapshot()).leases
-            assert gateway.status().usable == 0
-            status, answer, _ = await ask(session, VLLM, vllm_body(4))
-            assert status == 200
-            assert answer["segments"][0]["replica"] == GUEST
-            assert len((await scheduler.snapshot()).leases) == 1
+    async with (
+        StandInReplica() as replica,
+        watching(tmp_path) as (scheduler, gateway, session),
+        offering(scheduler, replica),
+    ):
+        await until(lambda: bool(gateway.status().live_turns))
+        await asyncio.sleep(0.3)
+        assert not (await scheduler.snapshot()).leases
+        assert gateway.status().usable == 0
+        status, answer, _ = await ask(session, VLLM, vllm_body(4))
+        assert status == 200
+        assert answer["segments"][0]["replica"] == GUEST
+        assert len((await scheduler.snapshot()).leases) == 1
 
 
 async def test_a_new_scheduler_hears_of_demand_as_soon_as_it_is_found(tmp_path: Path) -> None:

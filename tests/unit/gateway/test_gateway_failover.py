@@ -54,11 +54,7 @@ async def test_a_death_costs_one_attempt_and_a_quarter_of_a_second_at_most() -> 
     async with (
         StandInReplica(delay_s=0.05) as dying,
         StandInReplica(delay_s=0.05) as living,
-        gateway_with(
-            entry(dying, "guest-0", max_sequences=64),
-            entry(living, "ded-0", max_sequences=64),
-            stall_s=2.0,
-        ) as gw,
+        gateway_with(entry(dying, "guest-0"), entry(living, "ded-0"), stall_s=2.0) as gw,
         aiohttp.ClientSession(base_url(gw), connector=aiohttp.TCPConnector(limit=0)) as session,
         Ticks() as ticks,
     ):

@@ -42,18 +42,23 @@ class Case:
     def url(self) -> str:
         return f"https://127.0.0.1:{self.gateway.port}"
 
+    def ca_alone(self) -> ssl.SSLContext:
+        """Return the TLS of a caller that shows nothing, and knows the gateway's CA."""
+        return ssl.create_default_context(cafile=str(self.certificates.ca.file))
+
+    def session(self, context: ssl.SSLContext, *shown: Path, **more: Any) -> aiohttp.ClientSession:
+        if shown:
+            context.load_cert_chain(*shown)
+        return aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(ssl=context), **more)
+
     async def turn(
         self, files: CertificateFiles | None, token: str = "", **body: Any
     ) -> tuple[int, str]:
         """Status and line of a turn that a caller asks for with what it has."""
-        context = (files or self.certificates.of(Role.TRAINER, "reader")).client_context()
-        if files is None:
-            # The gateway's CA alone: nothing is shown.
-            context = ssl.create_default_context(cafile=str(self.certificates.ca.file))
+        context = files.client_context() if files else self.ca_alone()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        connector = aiohttp.TCPConnector(ssl=context)
         async with (
-            aiohttp.ClientSession(self.url, connector=connector, headers=headers) as session,
+            self.session(context, headers=headers) as session,
             session.post(VLLM, json=vllm_body(2, **body)) as answer,
         ):
             told = await answer.json()
@@ -77,37 +82,35 @@ async def case(tmp_path: Path) -> AsyncIterator[Case]:
         yield case
 
 
-async def test_a_trainers_certificate_is_of_its_job(case: Case) -> None:
-    trainer = case.certificates.of(Role.TRAINER, JOB)
-    assert (await case.turn(trainer))[0] == 200
-    assert (await case.turn(trainer, job=JOB))[0] == 200
-    status, line = await case.turn(trainer, job="ppo")
-    assert status == 403
-    assert "this caller's job is 'grpo', not 'ppo'" in line
+FORBIDDEN = "may not use a gateway; operator or trainer may"
+OWN = "this caller's job is 'grpo', not 'ppo'"
 
 
-async def test_an_operator_may_name_any_job(case: Case) -> None:
-    operator = case.certificates.of(Role.OPERATOR, "ada")
-    for job in (None, JOB, "ppo"):
-        assert (await case.turn(operator, job=job))[0] == 200
-
-
-@pytest.mark.parametrize("role", [Role.NODE, Role.GATEWAY, Role.SCHEDULER, Role.RELAY])
-async def test_other_roles_use_no_gateway(case: Case, role: Role) -> None:
-    status, line = await case.turn(case.certificates.of(role, "x"))
-    assert status == 403
-    assert f"{role} x may not use a gateway; operator or trainer may" in line
-
-
-async def test_who_shows_nothing_is_told_what_to_show(case: Case) -> None:
-    status, line = await case.turn(None)
-    assert status == 401
-    assert "Bearer TOKEN, or a certificate" in line
-
-
-async def test_a_token_is_enough(case: Case) -> None:
-    assert (await case.turn(None, issue(case.key, JOB)))[0] == 200
-    assert (await case.turn(None, issue(case.key, JOB), job="ppo"))[0] == 403
+@pytest.mark.parametrize(
+    ("role", "name", "token", "job", "status", "says"),
+    [
+        (Role.TRAINER, JOB, "", None, 200, ""),
+        (Role.TRAINER, JOB, "", JOB, 200, ""),
+        (Role.TRAINER, JOB, "", "ppo", 403, OWN),
+        *((Role.OPERATOR, "ada", "", job, 200, "") for job in (None, JOB, "ppo")),
+        *(
+            (role, "x", "", None, 403, f"{role} x {FORBIDDEN}")
+            for role in (Role.NODE, Role.GATEWAY, Role.SCHEDULER, Role.RELAY)
+        ),
+        (None, "", "", None, 401, "Bearer TOKEN, or a certificate"),
+        (None, "", JOB, None, 200, ""),
+        (None, "", JOB, "ppo", 403, OWN),
+        (Role.TRAINER, "ppo", JOB, None, 403, "a token is shown by its own job"),
+    ],
+)
+async def test_a_caller_is_who_its_certificate_and_token_say(
+    case: Case, role: Role | None, name: str, token: str, job: str | None, status: int, says: str
+) -> None:
+    """token: the job of the token that is shown, "" for no token."""
+    files = case.certificates.of(role, name) if role else None
+    got, line = await case.turn(files, issue(case.key, token) if token else "", job=job)
+    assert got == status
+    assert says in line
 
 
 async def test_bad_tokens_are_refused_recorded_and_never_repeated(case: Case) -> None:
@@ -136,23 +139,11 @@ async def test_bad_tokens_are_refused_recorded_and_never_repeated(case: Case) ->
     assert verify(audited).wrong == ""
 
 
-async def test_a_borrowed_token_is_refused_to_another_jobs_trainer(case: Case) -> None:
-    status, line = await case.turn(case.certificates.of(Role.TRAINER, "ppo"), issue(case.key, JOB))
-    assert status == 403
-    assert "a token is shown by its own job" in line
-
-
 async def test_another_cas_and_expired_certificates_are_refused_by_tls(case: Case) -> None:
-    foreign = Certificates(case.folder / "theirs")
+    foreign = Certificates(case.folder / "theirs").ca.issue(Role.TRAINER, JOB)
     late = case.certificates.ca.issue(Role.TRAINER, "late", life_s=-10)
-    for certificate, key in (
-        (foreign.of(Role.TRAINER, JOB).paths[1], foreign.of(Role.TRAINER, JOB).paths[2]),
-        (late.certificate, late.key),
-    ):
-        context = ssl.create_default_context(cafile=str(case.certificates.ca.file))
-        context.load_cert_chain(certificate, key)
-        connector = aiohttp.TCPConnector(ssl=context)
-        async with aiohttp.ClientSession(case.url, connector=connector) as session:
+    for issued in (foreign, late):
+        async with case.session(case.ca_alone(), issued.certificate, issued.key) as session:
             with pytest.raises((aiohttp.ClientError, OSError)):
                 await session.post(VLLM, json=vllm_body(2))
     assert case.replica.requests == []
@@ -170,9 +161,7 @@ async def test_another_clusters_member_is_refused_under_one_ca(case: Case) -> No
 
 
 async def test_probes_and_scrapers_show_nothing(case: Case) -> None:
-    context = ssl.create_default_context(cafile=str(case.certificates.ca.file))
-    connector = aiohttp.TCPConnector(ssl=context)
-    async with aiohttp.ClientSession(case.url, connector=connector) as session:
+    async with case.session(case.ca_alone()) as session:
         for path, status in (
             ("/health", 200),
             ("/metrics", 200),
