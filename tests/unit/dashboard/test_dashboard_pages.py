@@ -3,7 +3,9 @@
 import html
 import json
 import re
+from collections.abc import Awaitable, Callable, Iterator
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
@@ -40,12 +42,25 @@ HOSTILE = (
 MOST_HTML_BYTES = 80_000
 
 
-async def watched(fleet: DashboardFleet, seconds: int = 4) -> Watch:
-    watch = fleet.watch()
-    for _ in range(seconds):
-        fleet.play()
-        await watch.look()
-    return watch
+Watched = Callable[..., Awaitable[Watch]]
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    """A function that returns the watch of a fleet which it played for some seconds."""
+    watches: list[Watch] = []
+
+    async def watched(fleet: DashboardFleet, seconds: int = 4) -> Watch:
+        watch = fleet.watch()
+        watches.append(watch)
+        for _ in range(seconds):
+            fleet.play()
+            await watch.look()
+        return watch
+
+    yield watched
+    for each in watches:
+        each.close()
 
 
 async def page_of(watch: Watch, path: str = "/", **query: str) -> str:
@@ -91,7 +106,7 @@ class Checked(HTMLParser):
         self.said += data
 
 
-async def test_the_front_page_answers_the_eight_questions() -> None:
+async def test_the_front_page_answers_the_eight_questions(watched: Watched) -> None:
     fleet = DashboardFleet()
     watch = await watched(fleet)
     fleet.leave(19)
@@ -99,33 +114,27 @@ async def test_the_front_page_answers_the_eight_questions() -> None:
     said = Checked(await page_of(watch)).said
     for title in ("Cluster", "Hosts and guests", "Budget", "Versions", "Leases", "Bytes"):
         assert title in said
+    assert [state for state in STATES if f"{state} " not in said] == []
     assert "Active: what policies allow is lent" in said
     assert "Hosts over their target2 of 20, at most 0" in said
     assert re.search(r"late: \d+ ms / 500 ms", said)
     assert re.search(r"\d+\.\d GiB of \d+\.\d GiB that policies allow", said)
     assert "none since 2026-" in said
     assert re.search(r"\d+ at newest, \d+ at -1", said)
-    watch.close()
 
 
-async def test_every_page_is_well_formed_and_names_each_cell_once() -> None:
+async def test_every_page_is_well_formed_and_names_each_cell_and_region_once(
+    watched: Watched,
+) -> None:
     watch = await watched(DashboardFleet())
     for path in PATHS:
         page = Checked(await page_of(watch, path, name="serving-0004"))
         assert len(set(page.ids)) == len(page.ids)
         assert all(link.startswith(("/", "#")) for link in page.links)
-    watch.close()
+        assert len(set(page.regions)) == len(page.regions), path
 
 
-async def test_no_two_regions_of_a_page_have_one_name() -> None:
-    watch = await watched(DashboardFleet())
-    for path in PATHS:
-        regions = Checked(await page_of(watch, path, name="serving-0004")).regions
-        assert len(set(regions)) == len(regions), path
-    watch.close()
-
-
-async def test_names_from_outside_are_text_wherever_they_stand() -> None:
+async def test_names_from_outside_are_text_wherever_they_stand(watched: Watched) -> None:
     fleet = DashboardFleet(20, HOSTILE)
     watch = await watched(fleet)
     fleet.set_harvest(HarvestMode.HOLD, by="<b>eve</b>")
@@ -135,6 +144,10 @@ async def test_names_from_outside_are_text_wherever_they_stand() -> None:
         page = Checked(await page_of(watch, path))
         if path in ("/", "/nodes", "/leases"):
             assert HOSTILE[0] in page.said
+        if path == "/nodes":
+            links = [link for link in page.links if "/node?" in link]
+            assert len(links) == 20
+            assert not [link for link in links if set(link) & set("<>\"' {}")]
         assert "<b>disk</b>" in page.said
     assert "<b>eve</b>" in Checked(await page_of(watch, "/decisions")).said
     for name in HOSTILE:
@@ -144,18 +157,9 @@ async def test_names_from_outside_are_text_wherever_they_stand() -> None:
         Checked(await page_of(watch, "/decisions", kind=asked, node=asked))
         Checked(await page_of(watch, "/leases", job=asked))
     assert "No node &#39;nobody&#39;" in await page_of(watch, "/node", name="nobody")
-    watch.close()
 
 
-async def test_a_link_of_a_node_leads_to_that_node() -> None:
-    watch = await watched(DashboardFleet(20, HOSTILE))
-    links = [link for link in Checked(await page_of(watch, "/nodes")).links if "/node?" in link]
-    assert len(links) == 20
-    assert not [link for link in links if set(link) & set("<>\"' {}")]
-    watch.close()
-
-
-async def test_nodes_worth_a_look_come_first() -> None:
+async def test_nodes_worth_a_look_come_first(watched: Watched) -> None:
     fleet = DashboardFleet()
     watch = await watched(fleet, 15)
     fleet.leave(0)
@@ -166,10 +170,9 @@ async def test_nodes_worth_a_look_come_first() -> None:
     assert names[:2] == ["serving-0004", "serving-0014"]  # late, and they lend
     assert states[2:5] == ["silent", "silent", "away 0 s"]
     assert states[-2:] == ["off", "off"]
-    watch.close()
 
 
-async def test_a_list_shows_a_part_and_leads_to_the_others() -> None:
+async def test_a_list_shows_a_part_and_leads_to_the_others(watched: Watched) -> None:
     fleet = DashboardFleet(ROWS * 2 + 5)
     watch = await watched(fleet, 1)
     first = await page_of(watch, "/nodes")
@@ -183,10 +186,9 @@ async def test_a_list_shows_a_part_and_leads_to_the_others() -> None:
     assert "1 to 1 of 1 nodes" in found
     assert 'value="serving-0007"' in found
     assert "No node is like that." in await page_of(watch, "/nodes", q="nobody")
-    watch.close()
 
 
-async def test_a_standby_says_that_it_is_one_and_names_the_leader() -> None:
+async def test_a_standby_says_that_it_is_one_and_names_the_leader(watched: Watched) -> None:
     fleet = DashboardFleet(3)
     watch = await watched(fleet, 1)
     fleet.stands_by = True
@@ -195,7 +197,6 @@ async def test_a_standby_says_that_it_is_one_and_names_the_leader() -> None:
         said = Checked(await page_of(watch, path)).said
         assert "Standby: the scheduler at 10.0.0.2:7400 leads" in said
         assert "KV memory lent" not in said
-    watch.close()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,9 @@ async def test_a_standby_says_that_it_is_one_and_names_the_leader() -> None:
         (HarvestMode.OFF, "Stopped by the operator"),
     ],
 )
-async def test_a_stop_is_on_every_page_with_who_ordered_it(mode: HarvestMode, words: str) -> None:
+async def test_a_stop_is_on_every_page_with_who_ordered_it(
+    watched: Watched, mode: HarvestMode, words: str
+) -> None:
     fleet = DashboardFleet(3)
     watch = await watched(fleet, 1)
     fleet.set_harvest(mode)
@@ -215,22 +218,20 @@ async def test_a_stop_is_on_every_page_with_who_ordered_it(mode: HarvestMode, wo
         assert words in await page_of(watch, path)
     front = Checked(await page_of(watch)).said
     assert f"harvest set (mode {mode.value}, released 0) by operator ada, 2026-" in front
-    watch.close()
 
 
-async def test_what_nobody_said_is_never_zero() -> None:
+async def test_what_nobody_said_is_never_zero(watched: Watched) -> None:
     fleet = DashboardFleet(1)
-    watch = fleet.watch()
+    watch = await watched(fleet, 0)
     await watch.look()
     said = Checked(await page_of(watch)).said
     assert "KV memory lent0 B of no data" in said
     assert "Guest tokensno data" in said
     nodes = await page_of(watch, "/nodes")
     assert nodes.count(">no data<") >= 4
-    watch.close()
 
 
-async def test_a_page_of_a_thousand_nodes_is_small_and_so_are_its_updates() -> None:
+async def test_a_page_of_a_thousand_nodes_is_small_and_so_are_its_updates(watched: Watched) -> None:
     fleet = DashboardFleet(300)  # what a page shows hangs on its rows, not on the fleet's
     watch = await watched(fleet, 2)
     for path in PATHS:
@@ -244,10 +245,11 @@ async def test_a_page_of_a_thousand_nodes_is_small_and_so_are_its_updates() -> N
     assert len(first) < 40_000
     assert len(second) < 20_000
     await updates.aclose()
-    watch.close()
 
 
-async def test_readers_of_one_page_share_it_and_made_up_addresses_are_not_kept() -> None:
+async def test_readers_of_one_page_share_it_and_made_up_addresses_are_not_kept(
+    watched: Watched,
+) -> None:
     watch = await watched(DashboardFleet(3), 1)
     for number in range(2 * MOST_PAGES):
         assert await page_of(watch, "/nodes", q=f"nobody-{number}")
@@ -256,7 +258,6 @@ async def test_readers_of_one_page_share_it_and_made_up_addresses_are_not_kept()
     first = await page_of(watch)
     assert await page_of(watch) is first
     assert len(watch._pages) == 1
-    watch.close()
 
 
 def page_with(*rows: tuple[str, ...], text: str = "3", at: str = "/") -> Page:
@@ -293,11 +294,6 @@ def test_other_rows_are_another_page_and_other_texts_are_not() -> None:
     assert page_with(one).structure() != page_with(one, at="/nodes").structure()
 
 
-def test_a_bar_has_shares_of_a_hundred() -> None:
-    assert spans([1.0, 3.0]) == [(0.0, 25.0), (25.0, 75.0)]
-    assert spans([0.0]) == [(0.0, 0.0)]
-
-
 def test_a_cell_is_escaped_with_all_its_attributes() -> None:
     hostile = '"><b>'
     made = str(Cell(hostile, "bad", f"/node?name={hostile}", hostile).html("t.0"))
@@ -305,24 +301,21 @@ def test_a_cell_is_escaped_with_all_its_attributes() -> None:
     assert html.unescape(made).count(hostile) == 3
 
 
-async def test_every_state_is_said_in_a_word_beside_its_colour() -> None:
-    watch = await watched(DashboardFleet())
-    said = Checked(await page_of(watch)).said
-    for state in STATES:
-        assert f"{state} " in said
-    watch.close()
+@pytest.mark.parametrize(
+    ("shown", "given", "texts"),
+    [
+        (size, (None, 0, 1023, 38 << 30, 1 << 60), "no data|0 B|1023 B|38.0 GiB|1024.0 PiB"),
+        (share, (None, 0.0, 0.612), "no data|0%|61%"),
+        (latency, (None, 0.0042, 0.42, 1.3), "no data|4.2 ms|420 ms|1.30 s"),
+        (span, (None, 3, 119, 300, 7_560, 345_600), "no data|3 s|119 s|5 min|2.1 h|4.0 d"),
+        (count, (None, 1_234_567), "no data|1 234 567"),
+        (clock, (0.0,), "00:00:00"),
+    ],
+)
+def test_figures_have_units(shown: Any, given: tuple[Any, ...], texts: str) -> None:
+    assert list(map(shown, given)) == texts.split("|")
 
 
-def test_figures_have_units() -> None:
-    assert [size(n) for n in (None, 0, 1023, 38 << 30, 1 << 60)] == [
-        "no data", "0 B", "1023 B", "38.0 GiB", "1024.0 PiB",
-    ]  # fmt: skip
-    assert [share(p) for p in (None, 0.0, 0.612)] == ["no data", "0%", "61%"]
-    assert [latency(s) for s in (None, 0.0042, 0.42, 1.3)] == [
-        "no data", "4.2 ms", "420 ms", "1.30 s",
-    ]  # fmt: skip
-    assert [span(s) for s in (None, 3, 119, 300, 7_560, 345_600)] == [
-        "no data", "3 s", "119 s", "5 min", "2.1 h", "4.0 d",
-    ]  # fmt: skip
-    assert [count(n) for n in (None, 1_234_567)] == ["no data", "1 234 567"]
-    assert clock(0.0) == "00:00:00"
+def test_a_bar_has_shares_of_a_hundred() -> None:
+    assert spans([1.0, 3.0]) == [(0.0, 25.0), (25.0, 75.0)]
+    assert spans([0.0]) == [(0.0, 0.0)]

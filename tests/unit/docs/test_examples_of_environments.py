@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import pytest
 
@@ -171,26 +172,12 @@ class StandInPart:
         return cls
 
 
-class StandInInteraction:
+class StandInInteraction(AsyncMock):
     """A player that guesses one number after the other."""
 
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-        self.trace = SimpleNamespace(record_reward=self._record)
-        self.rewards: list[tuple[str, float, float]] = []
-
-    def _record(self, *reward: Any) -> None:
-        self.rewards.append(reward)
-
-    async def __aenter__(self) -> "StandInInteraction":
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return None
-
     async def turn(self, said: str = "") -> SimpleNamespace:
-        self.heard.append(said)
-        return SimpleNamespace(terminated=False, last_reply=f" {len(self.heard)} is it")
+        self.heard(said)
+        return SimpleNamespace(terminated=False, last_reply=f" {self.heard.call_count} is it")
 
 
 class StandInNumber:
@@ -215,30 +202,24 @@ async def test_an_environment_of_verifiers_answers_guesses_until_the_game_is_ove
     module(monkeypatch, "gem", make=lambda name, max_turns: StandInNumber())
     numbers = example(monkeypatch, "verifiers_numbers")
     task = SimpleNamespace(data=SimpleNamespace(seed=5))
-    interaction = StandInInteraction()
+    interaction = StandInInteraction(heard=Mock(), trace=Mock())
+    interaction.__aenter__.return_value = interaction
+    interaction.__aexit__.return_value = None
     player = SimpleNamespace(interaction=lambda task: interaction)
     await numbers.NumbersEnv().run(task, SimpleNamespace(player=player))
-    assert interaction.heard == ["", "too low", "too low"]
-    assert interaction.rewards == [("won", 1.0, 1.0)]
+    assert [said.args[0] for said in interaction.heard.call_args_list] == ["", "too low", "too low"]
+    interaction.trace.record_reward.assert_called_once_with("won", 1.0, 1.0)
     settings = tomllib.loads((EXAMPLES / "verifiers_numbers.toml").read_text())
     assert (EXAMPLES / f"{settings['env']['taskset']['id']}.py").is_file()
     assert settings["client"]["type"] == "train"
 
 
-class StandInTasks:
-    """Yields the requested number of sums."""
-
-    def __getitem__(self, number: int) -> dict[str, str]:
-        return {"question": f"{number} + 1 = ?"}
-
-    def score_answer(self, answer: str, entry: dict[str, str]) -> float:
-        return 0.25
-
-
 async def test_a_task_is_solved_by_a_long_answer_and_judged_by_a_long_prompt(
     monkeypatch: pytest.MonkeyPatch, gateway: StandInGateway
 ) -> None:
-    module(monkeypatch, "reasoning_gym", create_dataset=lambda *_, **__: StandInTasks())
+    tasks = MagicMock(score_answer=Mock(return_value=0.25))
+    tasks.__getitem__.side_effect = lambda number: {"question": f"{number} + 1 = ?"}
+    module(monkeypatch, "reasoning_gym", create_dataset=Mock(return_value=tasks))
     two_pools = example(monkeypatch, "two_pools")
     placed = {"solve": Counter[str](), "judge": Counter[str]()}
     async with RolloutClient(gateway.url, 30.0) as client:

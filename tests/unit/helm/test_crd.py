@@ -62,12 +62,8 @@ def test_a_new_policy_only_advises() -> None:
     assert schema()["properties"]["spec"]["properties"]["mode"]["default"] == "Advisory"
 
 
-@pytest.mark.parametrize(
-    "condition", ["Ready", "TelemetryFresh", "Conflicted", "Enforced"], ids=str
-)
-def test_each_condition_is_described(condition: str) -> None:
+def test_conditions_are_a_map_by_their_type() -> None:
     conditions = schema()["properties"]["status"]["properties"]["conditions"]
-    assert condition in conditions["description"]
     assert conditions["x-kubernetes-list-map-keys"] == ["type"]
 
 
@@ -81,14 +77,6 @@ def test_columns_show_fields_that_are_there() -> None:
 def test_the_status_has_the_models_fields() -> None:
     fields = {field.alias or name for name, field in PolicyStatus.model_fields.items()}
     assert set(schema()["properties"]["status"]["properties"]) == fields
-
-
-def test_every_rule_says_what_to_do() -> None:
-    rules = [r for _, part in parts(schema()) for r in part.get("x-kubernetes-validations", [])]
-    assert len(rules) >= 10
-    for rule in rules:
-        assert len(rule["message"]) > 20
-        assert rule["rule"].count("(") == rule["rule"].count(")")
 
 
 def test_what_rules_look_at_is_bounded() -> None:
