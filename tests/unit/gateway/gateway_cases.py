@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -16,13 +16,11 @@ from tests.fakes.replica import StandInReplica
 from tests.harness.waiting import PATIENCE_S, until_async
 
 
-class TestSource:
-    """Hands out whatever table the test sets."""
+class TableGateway(Gateway):
+    """Gateway whose table the test sets."""
 
-    __test__ = False
-
-    async def run(self, sink: object) -> None:
-        await asyncio.Event().wait()
+    def _source(self) -> Any:
+        return SimpleNamespace(run=lambda sink: asyncio.Event().wait())
 
 
 def entry(replica: StandInReplica, name: str, **changes: object) -> ReplicaEntry:
@@ -41,12 +39,8 @@ def entry(replica: StandInReplica, name: str, **changes: object) -> ReplicaEntry
 
 @asynccontextmanager
 async def gateway_with(*rows: ReplicaEntry, **settings: object) -> AsyncIterator[Gateway]:
-    class TestGateway(Gateway):
-        def _source(self) -> TestSource:
-            return TestSource()
-
     values = {"port": 0, "scheduler": "127.0.0.1:1", "shutdown_s": 0.1, **settings}
-    async with TestGateway(GatewaySettings(**values)) as gateway:
+    async with TableGateway(GatewaySettings(**values)) as gateway:
         if rows:
             gateway.set_table(rows)
         yield gateway

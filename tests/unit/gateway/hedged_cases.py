@@ -22,7 +22,7 @@ def member(name: str, **fields: Any) -> dict[str, Any]:
     return vllm_body(TOKENS, request_id=name, **{**group, **fields})
 
 
-class Case:
+class HedgedCase:
     """A gateway with a slow replica, which has member `a`; `fast` joins when `b` is to begin."""
 
     def __init__(
@@ -65,13 +65,13 @@ def segments_of(answer: Any) -> list[tuple[str, int, int]]:
 
 
 @asynccontextmanager
-async def hedged_case(**settings: Any) -> AsyncIterator[Case]:
+async def hedged_case(**settings: Any) -> AsyncIterator[HedgedCase]:
     async with (
         StandInReplica(version=1, delay_s=SLOW_S) as slow,
         StandInReplica(version=2, delay_s=0.002) as fast,
         gateway_with(stall_s=9, **settings) as gateway,
         aiohttp.ClientSession(base_url(gateway)) as http,
     ):
-        yield Case(gateway, http, slow, fast)
+        yield HedgedCase(gateway, http, slow, fast)
         assert not any(gateway.status().live_turns.values())
         assert gateway.status().waiting == 0

@@ -5,15 +5,20 @@ Both count on from the last prompt token, as `StandInReplica` does; `break_after
 
 import asyncio
 import json
-from typing import Any, Self
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar, Self
 
 from aiohttp import web
 
+MODELS = {"/v1/models": {"object": "list", "data": [{"id": "m", "max_model_len": 400}]}}
 
-class StandInEngine:
-    """Parts that both have in common; `path` and `_event` are each one's own."""
+
+class StockEngine:
+    """Parts that both have in common; `path`, `pages` and `_event` are each one's own."""
 
     path = ""
+    pages: ClassVar[Mapping[str, dict[str, Any]]] = {}
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
@@ -29,8 +34,8 @@ class StandInEngine:
         app = web.Application()
         app.router.add_post(self.path, self._generate)
         app.router.add_get("/health", self._health)
-        app.router.add_get("/v1/models", self._models)
-        self._more_routes(app)
+        for path, answer in {**MODELS, **self.pages}.items():
+            app.router.add_get(path, partial(self._page, answer))
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
@@ -40,14 +45,11 @@ class StandInEngine:
     async def __aexit__(self, *exc: object) -> None:
         await self._runner.cleanup()
 
-    def _more_routes(self, app: web.Application) -> None:
-        return None
-
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
 
-    async def _models(self, http: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "m", "max_model_len": 400}]})
+    async def _page(self, answer: dict[str, Any], http: web.Request) -> web.Response:
+        return web.json_response(answer)
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         asked = await http.json()
@@ -90,16 +92,11 @@ class StandInEngine:
         raise NotImplementedError
 
 
-class StandInVllm(StandInEngine):
+class StandInVllm(StockEngine):
     """`/v1/completions` of vLLM 0.32; `/version` as everywhere in vLLM."""
 
     path = "/v1/completions"
-
-    def _more_routes(self, app: web.Application) -> None:
-        app.router.add_get("/version", self._version)
-
-    async def _version(self, http: web.Request) -> web.Response:
-        return web.json_response({"version": "0.32.0"})
+    pages: ClassVar = {"/version": {"version": "0.32.0"}}
 
     def _wanted(self, asked: dict[str, Any]) -> tuple[list[int], int]:
         assert (asked["stream"], asked["return_token_ids"], asked["logprobs"]) == (True, True, 0)
@@ -118,20 +115,15 @@ class StandInVllm(StandInEngine):
         return {"id": "x", "object": "text_completion", "choices": [choice]}
 
 
-class StandInSglang(StandInEngine):
+class StandInSglang(StockEngine):
     """`/generate` of SGLang 0.5: events repeat the output, or not when `incremental`."""
 
     path = "/generate"
+    pages: ClassVar = {"/model_info": {"model_path": "m", "is_generation": True}}
 
     def __init__(self, delay_s: float = 0.0, incremental: bool = False) -> None:
         super().__init__(delay_s)
         self._incremental = incremental
-
-    def _more_routes(self, app: web.Application) -> None:
-        app.router.add_get("/model_info", self._model_info)
-
-    async def _model_info(self, http: web.Request) -> web.Response:
-        return web.json_response({"model_path": "m", "is_generation": True})
 
     def _wanted(self, asked: dict[str, Any]) -> tuple[list[int], int]:
         assert asked["return_logprob"] is True

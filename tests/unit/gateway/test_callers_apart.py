@@ -23,7 +23,7 @@ TURN, SESSION = "turn-1", "session-1"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class TwoCallers:
     replica: StandInReplica
     owner: aiohttp.ClientSession
     stranger: aiohttp.ClientSession
@@ -38,7 +38,7 @@ class Case:
 
 
 @pytest.fixture(params=["another job", "another subject"])
-async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Case]:
+async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[TwoCallers]:
     key = SigningKey.generate()
     (tmp_path / "keys").write_text(key.verify_key.hex)
     theirs = ("b", "trainer") if request.param == "another job" else ("a", "eval")
@@ -50,7 +50,7 @@ async def case(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
             _caller(base_url(gateway), issue(key, "a")) as owner,
             _caller(base_url(gateway), issue(key, *theirs)) as stranger,
         ):
-            yield Case(replica, owner, stranger)
+            yield TwoCallers(replica, owner, stranger)
 
 
 def _caller(url: str, token: str) -> aiohttp.ClientSession:
@@ -65,7 +65,7 @@ def _caller(url: str, token: str) -> aiohttp.ClientSession:
     ],
 )
 async def test_a_stranger_ends_no_turn_and_no_session(
-    case: Case, path: str, asked: Any, ended: str, none: Any, one: Any
+    case: TwoCallers, path: str, asked: Any, ended: str, none: Any, one: Any
 ) -> None:
     turn = await case.begun()
     status, answer, _ = await ask(case.stranger, path, asked)
@@ -75,7 +75,7 @@ async def test_a_stranger_ends_no_turn_and_no_session(
 
 
 async def test_an_id_that_a_stranger_used_is_still_free_and_the_same_request_another_turn(
-    case: Case,
+    case: TwoCallers,
 ) -> None:
     case.replica.hang_after = None
     answers = []
@@ -90,7 +90,7 @@ async def test_an_id_that_a_stranger_used_is_still_free_and_the_same_request_ano
 
 
 @pytest.mark.parametrize("subject", [SESSION, TURN])
-async def test_a_stranger_is_not_told_where_turns_went(case: Case, subject: str) -> None:
+async def test_a_stranger_is_not_told_where_turns_went(case: TwoCallers, subject: str) -> None:
     turn = await case.begun()
     async with case.owner.get(f"/rose/v1/explain/{subject}") as told:
         assert told.status == 200
@@ -101,7 +101,7 @@ async def test_a_stranger_is_not_told_where_turns_went(case: Case, subject: str)
     turn.cancel()
 
 
-async def test_a_caller_names_its_own_job_or_none(case: Case) -> None:
+async def test_a_caller_names_its_own_job_or_none(case: TwoCallers) -> None:
     case.replica.hang_after = None
     for job in (None, "a"):
         status, _, _ = await ask(case.owner, VLLM, vllm_body(2, job=job))

@@ -78,8 +78,11 @@ async def test_many_readers_of_one_turn_get_the_same_tokens() -> None:
     async with serving(StandInReplica(delay_s=0.002)) as (replica, _, session):
         body = vllm_body(20, request_id="r")
         streams = await asyncio.gather(*(stream(session, VLLM, body) for _ in range(10)))
+        whole = await asyncio.gather(*(ask(session, VLLM, body) for _ in range(3)))
+        other, _, _ = await ask(session, VLLM, {**body, "token_ids": [1, 2]})
     assert all(joined(payloads(events)) == COUNT for _, events in streams)
-    assert len(replica.requests) == 1
+    assert whole[0][:2] == whole[1][:2] == whole[2][:2]
+    assert (len(replica.requests), other) == (1, 400)
 
 
 async def test_an_abort_ends_the_turn_for_everybody_and_frees_its_id() -> None:

@@ -1,4 +1,3 @@
-import asyncio
 import socket
 from typing import Any
 
@@ -14,24 +13,10 @@ from rose.client import (
     Sampling,
     VersionNotServed,
 )
-from rose.errors import ConfigError
-from rose.gateway import GatewaySettings
-from rose.gateway.settings import parse_settings
 from rose.main.gateway import main
 from tests.fakes.replica import StandInReplica
-from tests.harness.processes import Forked
 
 BODY = vllm_body(3, request_id="r")
-
-
-async def test_a_repeated_request_id_is_answered_once_generated_once() -> None:
-    async with serving(StandInReplica(delay_s=0.01)) as (replica, _, session):
-        both = await asyncio.gather(ask(session, VLLM, BODY), ask(session, VLLM, BODY))
-        later = await ask(session, VLLM, BODY)
-        other = await ask(session, VLLM, {**BODY, "token_ids": [1, 2]})
-    assert both[0][1] == both[1][1] == later[1]
-    assert len(replica.requests) == 1
-    assert other[0] == 400
 
 
 async def test_what_a_replica_refuses_as_wrong_is_not_tried_elsewhere() -> None:
@@ -76,26 +61,6 @@ async def test_waiting_ends_with_503() -> None:
     async with calling(queue_wait_s=0.05) as (_, session):
         status, _, headers = await ask(session, VLLM, BODY)
     assert (status, headers["Retry-After"]) == (503, "1")
-
-
-async def test_a_client_that_leaves_cancels_the_replica_and_frees_the_place() -> None:
-    async with serving() as (replica, gw, session):
-        replica.hang_after = 1
-        turn = begin(session, BODY)
-        await until(lambda: replica.live > 0)
-        turn.cancel()
-        await until(lambda: replica.cancelled > 0)
-        assert gw.status().live_turns == {"guest-0": 0}
-        replica.hang_after = None
-        assert (await ask(session, VLLM, BODY))[0] == 200
-
-
-async def test_attempts_are_bounded_and_the_turn_then_fails() -> None:
-    async with serving(max_attempts=1) as (replica, _, session):
-        replica.break_after = 0
-        status, answer, _ = await ask(session, VLLM, BODY)
-    assert status == 503
-    assert "1 replicas failed" in answer["error"]["message"]
 
 
 async def test_stats_metrics_health_and_models() -> None:
@@ -179,16 +144,6 @@ def test_wrong_options_are_one_line_and_exit_code_2(argv: Any, capsys: Any) -> N
     assert error.count("\n") == 1
 
 
-def test_static_replicas_are_read_from_the_command_line() -> None:
-    settings = parse_settings(["--port", "1", "--replica", "g=guest=http://h:1/"])
-    assert settings.replicas[0].url == "http://h:1"
-
-
-def test_settings_need_exactly_one_source_of_replicas() -> None:
-    with pytest.raises(ConfigError, match="one way"):
-        GatewaySettings(port=0)
-
-
 def test_a_busy_port_is_one_line_and_exit_code_2(capsys: Any) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -196,17 +151,3 @@ def test_a_busy_port_is_one_line_and_exit_code_2(capsys: Any) -> None:
         port = taken.getsockname()[1]
         assert main(["--port", str(port), "--scheduler", "127.0.0.1:1"]) == 2
     assert "is in use" in capsys.readouterr().err
-
-
-async def test_the_process_serves_polls_static_replicas_and_ends_on_sigterm() -> None:
-    async with StandInReplica(version=2) as replica:
-        options = ["--port", "0", "--replica", f"g=guest={replica.url}"]
-        with Forked("-m", "rose.main.gateway", *options, stdout=True) as process:
-            line = await process.line()
-            async with RolloutClient(line.split()[-1], timeout_s=10) as client:
-                turn = await client.generate(
-                    [1, 100], Sampling(max_tokens=3), request_id="r", session_id="s", min_version=2
-                )
-            assert turn.token_ids == (101, 102, 103)
-            process.terminate()
-            assert await asyncio.to_thread(process.wait, 10) == 0

@@ -27,8 +27,8 @@ from weight_transfer import SigningKey
 JOB = "grpo"
 
 
-class Case:
-    """A gateway with TLS that also takes tokens."""
+class GuardedGateway:
+    """Gateway with TLS that also takes tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,8 +68,8 @@ class Case:
 
 
 @pytest.fixture
-async def case(tmp_path: Path) -> AsyncIterator[Case]:
-    case = Case(tmp_path)
+async def case(tmp_path: Path) -> AsyncIterator[GuardedGateway]:
+    case = GuardedGateway(tmp_path)
     async with (
         StandInReplica() as case.replica,
         gateway_with(
@@ -104,7 +104,13 @@ OWN = "this caller's job is 'grpo', not 'ppo'"
     ],
 )
 async def test_a_caller_is_who_its_certificate_and_token_say(
-    case: Case, role: Role | None, name: str, token: str, job: str | None, status: int, says: str
+    case: GuardedGateway,
+    role: Role | None,
+    name: str,
+    token: str,
+    job: str | None,
+    status: int,
+    says: str,
 ) -> None:
     """token: the job of the token that is shown, "" for no token."""
     files = case.certificates.of(role, name) if role else None
@@ -113,7 +119,7 @@ async def test_a_caller_is_who_its_certificate_and_token_say(
     assert says in line
 
 
-async def test_bad_tokens_are_refused_recorded_and_never_repeated(case: Case) -> None:
+async def test_bad_tokens_are_refused_recorded_and_never_repeated(case: GuardedGateway) -> None:
     now_s = 1_000_000_000.0
     tokens = {
         "expired": issue(case.key, JOB, now_s=now_s),
@@ -139,7 +145,9 @@ async def test_bad_tokens_are_refused_recorded_and_never_repeated(case: Case) ->
     assert verify(audited).wrong == ""
 
 
-async def test_another_cas_and_expired_certificates_are_refused_by_tls(case: Case) -> None:
+async def test_another_cas_and_expired_certificates_are_refused_by_tls(
+    case: GuardedGateway,
+) -> None:
     foreign = Certificates(case.folder / "theirs").ca.issue(Role.TRAINER, JOB)
     late = case.certificates.ca.issue(Role.TRAINER, "late", life_s=-10)
     for issued in (foreign, late):
@@ -149,7 +157,7 @@ async def test_another_cas_and_expired_certificates_are_refused_by_tls(case: Cas
     assert case.replica.requests == []
 
 
-async def test_another_clusters_member_is_refused_under_one_ca(case: Case) -> None:
+async def test_another_clusters_member_is_refused_under_one_ca(case: GuardedGateway) -> None:
     other = Certificates(case.folder / "staging", "staging")
     ours = case.certificates.ca.file
     theirs = other.of(Role.TRAINER, JOB)
@@ -160,7 +168,7 @@ async def test_another_clusters_member_is_refused_under_one_ca(case: Case) -> No
     assert "is of cluster staging; this is prod" in line
 
 
-async def test_probes_and_scrapers_show_nothing(case: Case) -> None:
+async def test_probes_and_scrapers_show_nothing(case: GuardedGateway) -> None:
     async with case.session(case.ca_alone()) as session:
         for path, status in (
             ("/health", 200),
@@ -178,7 +186,7 @@ async def test_probes_and_scrapers_show_nothing(case: Case) -> None:
                 assert answer.status == 401, path
 
 
-async def test_the_trainers_client_shows_its_newest_token(case: Case) -> None:
+async def test_the_trainers_client_shows_its_newest_token(case: GuardedGateway) -> None:
     file = case.folder / "token"
     file.write_text(issue(case.key, JOB))
     credentials = GatewayCredentials(token_file=file, ca=case.certificates.ca.file)
@@ -197,12 +205,12 @@ async def test_the_trainers_client_shows_its_newest_token(case: Case) -> None:
         await _explained(case, "q", "")
 
 
-async def _explained(case: Case, subject: str, token: str) -> View:
+async def _explained(case: GuardedGateway, subject: str, token: str) -> View:
     reader = case.certificates.of(Role.NODE, "reader")
     return await asyncio.to_thread(explain, case.url, subject, "", token, reader)
 
 
-async def test_a_client_with_a_certificate_needs_no_token(case: Case) -> None:
+async def test_a_client_with_a_certificate_needs_no_token(case: GuardedGateway) -> None:
     ca, certificate, key = case.certificates.of(Role.TRAINER, JOB).paths
     credentials = GatewayCredentials(ca=ca, certificate=certificate, key=key)
     async with RolloutClient(case.url, credentials=credentials) as client:

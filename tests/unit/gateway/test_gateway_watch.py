@@ -83,11 +83,11 @@ async def test_a_row_whose_address_cannot_be_one_is_left_out() -> None:
 
 async def test_a_pause_of_the_loop_takes_no_replica_away_while_the_scheduler_talks() -> None:
     tables: list[Rows] = []
-    async with watched(FakeScheduler(every_s=0.02), 0.4) as (arrived, events):
+    async with watched(FakeScheduler(every_s=0.02), 0.3) as (arrived, events):
         for _ in range(2):
             tables += [await arrived.get() for _ in range(3)]
             # Nothing runs for much longer than a table lives, the scheduler included.
-            time.sleep(1.0)  # noqa: ASYNC251
+            time.sleep(0.7)  # noqa: ASYNC251
         await asyncio.sleep(0.5)
         while not arrived.empty():
             tables.append(arrived.get_nowait())

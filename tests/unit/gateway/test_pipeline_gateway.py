@@ -27,34 +27,21 @@ MOST_STEPS = 20 * STEPS
 PLAN = StepPlan(GROUPS, SAMPLES, StalenessBound(1), concurrency=64)
 
 
-@dataclass
-class GatewayProcess:
-    """One that listens under `url`."""
-
-    process: Forked
-    url: str
-
-    async def kill(self) -> None:
-        """`kill -9`; returns when it is gone."""
-        await asyncio.to_thread(self.process.end)
-
-
 @asynccontextmanager
-async def gateway_process(*replicas: StandInReplica) -> AsyncIterator[GatewayProcess]:
-    """`rose gateway --replica …` over these replicas, which answers already."""
+async def gateway_process(*replicas: StandInReplica) -> AsyncIterator[tuple[Forked, str]]:
+    """`rose gateway --replica …` over these replicas, which answers already, and its URL."""
     options: list[str] = []
     for number, replica in enumerate(replicas):
         options += ["--replica", f"ded-{number}=dedicated={replica.url}"]
     process = Forked("-m", "rose.main.gateway", "--port", "0", *options, stdout=True)
-    gateway = GatewayProcess(process, (await process.line()).split()[-1])
     try:
-        yield gateway
+        yield process, (await process.line()).split()[-1]
     finally:
-        await gateway.kill()
+        await asyncio.to_thread(process.end)
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedEpisode:
     prompt: int
     turns: tuple[Turn, ...]
 
@@ -63,7 +50,7 @@ class Played:
         return [version for turn in self.turns for version, _, _ in turn.versions]
 
 
-async def episode(session: Session, prompt: int, sample: int) -> Played:
+async def episode(session: Session, prompt: int, sample: int) -> PlayedEpisode:
     """Two turns, the second one streamed; every fourth prompt talks on."""
     tokens, turns = [1, 100 * prompt], []
     for number in range(6 if prompt % 4 == 0 else 2):
@@ -77,10 +64,10 @@ async def episode(session: Session, prompt: int, sample: int) -> Played:
         tokens += turns[-1].token_ids
     # One unbroken count: no token was lost, doubled or of another trajectory.
     assert tokens[1:] == [*range(100 * prompt, 100 * prompt + len(tokens) - 1)]
-    return Played(prompt, tuple(turns))
+    return PlayedEpisode(prompt, tuple(turns))
 
 
-def look_at(step: TrainingStep[int, Played]) -> list[int]:
+def look_at(step: TrainingStep[int, PlayedEpisode]) -> list[int]:
     for group in step.groups:
         assert {played.prompt for played in group.samples} == {group.prompt}
         stamps = [version for played in group.samples for version in played.stamps]
@@ -94,8 +81,8 @@ async def test_every_token_is_in_time_while_versions_move_in_mid_turn() -> None:
     async with (
         StandInReplica(delay_s=0.01) as quick,
         StandInReplica(delay_s=0.01) as late,
-        gateway_process(quick, late) as gateway,
-        RolloutClient(gateway.url, timeout_s=20) as client,
+        gateway_process(quick, late) as (_, url),
+        RolloutClient(url, timeout_s=20) as client,
         RolloutPipeline(client, episode, range(10**6), PLAN) as pipeline,
     ):
         trained: list[int] = []
@@ -124,14 +111,14 @@ async def test_a_gateway_that_dies_costs_no_prompt_and_no_bound() -> None:
     async with (
         StandInReplica(delay_s=0.01) as one,
         StandInReplica(delay_s=0.01) as other,
-        gateway_process(one, other) as dying,
-        gateway_process(one, other) as living,
-        RolloutClient([dying.url, living.url], timeout_s=20, retry=Retry(9, 0.01, 0.1)) as client,
+        gateway_process(one, other) as (dying, dead_url),
+        gateway_process(one, other) as (_, url),
+        RolloutClient([dead_url, url], timeout_s=20, retry=Retry(9, 0.01, 0.1)) as client,
     ):
         trained: list[int] = []
         async with RolloutPipeline(client, episode, range(11), PLAN) as pipeline:
             await until(lambda: one.live + other.live > 4)
-            await dying.kill()
+            await asyncio.to_thread(dying.end)
             async for step in pipeline:
                 assert step.dropped == ()
                 trained += look_at(step)
@@ -146,8 +133,8 @@ async def test_a_gateway_that_dies_costs_no_prompt_and_no_bound() -> None:
 async def test_what_aged_out_and_what_is_left_behind_stops_at_the_replica() -> None:
     async with (
         StandInReplica() as replica,
-        gateway_process(replica) as gateway,
-        RolloutClient(gateway.url, timeout_s=20) as client,
+        gateway_process(replica) as (_, url),
+        RolloutClient(url, timeout_s=20) as client,
     ):
         replica.hang_after = 3
         everything = 2 * GROUPS * SAMPLES

@@ -28,7 +28,7 @@ NONSENSE = {
 }
 
 
-class Mad(StandInReplica):
+class OneAnswerReplica(StandInReplica):
     """A replica with one answer to everything."""
 
     def __init__(self, status: int, body: bytes) -> None:
@@ -54,7 +54,7 @@ KNOWN = ("Duplicate request id", "r.1 is already running")
 async def test_nonsense_costs_the_replica_its_attempt_and_reaches_nobody(
     mad: tuple[int, bytes],
 ) -> None:
-    async with failing_over(Mad(*mad)) as (first, good, gw, session):
+    async with failing_over(OneAnswerReplica(*mad)) as (first, good, gw, session):
         gw.set_table((entry(first, "guest-0", max_sequences=9),))
         turn = begin(session, vllm_body(3, exact_version=0))
         await until(lambda: bool(first.requests))

@@ -175,12 +175,14 @@ async def test_a_stock_sglang_is_asked_for_what_it_has_and_the_rest_is_refused_b
         for name, value in {
             "repetition_penalty": 1.1,
             "prompt_logprobs": 0,
+            "allowed_token_ids": [5],
             "structured_outputs": {"choice": ["a"]},
         }.items():
             refused, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={name: value}))
             assert (refused, name in answer["error"]["message"]) == (400, True)
     assert status == 200
-    sent = engine.requests[0]["sampling_params"]
+    (asked_of_it,) = engine.requests
+    sent = asked_of_it["sampling_params"]
     assert sent.items() >= {**more, "json_schema": "{}"}.items()
 
 

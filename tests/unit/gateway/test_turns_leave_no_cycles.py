@@ -118,7 +118,7 @@ async def house(**settings: Any) -> AsyncIterator[House]:
 
 
 @dataclass(frozen=True)
-class Way:
+class PlainWay:
     """A request's fault (the first word of its id), its answer's statuses, its body, and how it is
     sent.
     """
@@ -140,31 +140,33 @@ THREE: dict[str, Any] = {"sampling": {"n": 3}}
 LATE: dict[str, Any] = {"timeout_s": 0.03}
 SOON, AT_TOKENS = {"hang_up_after_s": 0.01}, {"hang_up_at": b"data: "}
 WAYS: dict[str, Callable[[House, int], Awaitable[None]]] = {
-    "whole": Way("whole"),
-    "streamed": Way("whole", fields=STREAM),
-    "samples": Way("n", fields=THREE),
-    "samples_streamed": Way("n", fields=THREE | STREAM),
-    "deadline": Way("silent", (504,), LATE),
-    "deadline_streamed": Way("silent", (200, 504), LATE | STREAM),
-    "deadline_of_samples": Way("late", (504,), LATE | THREE, 4_000),
-    "deadline_of_samples_streamed": Way("late", (200, 504), LATE | THREE | STREAM, 4_000),
-    "hung_up": Way("long", (HUNG_UP,), {}, 4_000, SOON),
-    "hung_up_in_a_stream": Way("long", (HUNG_UP,), STREAM, 4_000, AT_TOKENS),
-    "hung_up_with_samples": Way("long", (HUNG_UP,), THREE, 4_000, SOON),
-    "hung_up_in_a_stream_of_samples": Way("long", (HUNG_UP,), THREE | STREAM, 4_000, AT_TOKENS),
-    "hung_up_while_waiting": Way("wait", (HUNG_UP,), {"min_version": 9}, 16, SOON),
-    "revoked": Way("revoked"),
-    "revoked_in_a_stream": Way("revoked", fields=STREAM),
-    "revoked_again_and_again": Way("revoked_again"),
-    "draining": Way("draining"),
-    "refused": Way("refused", (400,)),
-    "faulty": Way("faulty"),
-    "failing": Way("failing", (503,)),
-    "failing_in_a_stream": Way("failing", (503,), STREAM),
-    "dies": Way("dies"),
-    "garbage": Way("garbage"),
-    "version_over": Way("version", (409,), {"exact_version": 9}),
-    "bad_input": Way("bad", (400,), {"sampling": {"temperature": -1}}),
+    "whole": PlainWay("whole"),
+    "streamed": PlainWay("whole", fields=STREAM),
+    "samples": PlainWay("n", fields=THREE),
+    "samples_streamed": PlainWay("n", fields=THREE | STREAM),
+    "deadline": PlainWay("silent", (504,), LATE),
+    "deadline_streamed": PlainWay("silent", (200, 504), LATE | STREAM),
+    "deadline_of_samples": PlainWay("late", (504,), LATE | THREE, 4_000),
+    "deadline_of_samples_streamed": PlainWay("late", (200, 504), LATE | THREE | STREAM, 4_000),
+    "hung_up": PlainWay("long", (HUNG_UP,), {}, 4_000, SOON),
+    "hung_up_in_a_stream": PlainWay("long", (HUNG_UP,), STREAM, 4_000, AT_TOKENS),
+    "hung_up_with_samples": PlainWay("long", (HUNG_UP,), THREE, 4_000, SOON),
+    "hung_up_in_a_stream_of_samples": PlainWay(
+        "long", (HUNG_UP,), THREE | STREAM, 4_000, AT_TOKENS
+    ),
+    "hung_up_while_waiting": PlainWay("wait", (HUNG_UP,), {"min_version": 9}, 16, SOON),
+    "revoked": PlainWay("revoked"),
+    "revoked_in_a_stream": PlainWay("revoked", fields=STREAM),
+    "revoked_again_and_again": PlainWay("revoked_again"),
+    "draining": PlainWay("draining"),
+    "refused": PlainWay("refused", (400,)),
+    "faulty": PlainWay("faulty"),
+    "failing": PlainWay("failing", (503,)),
+    "failing_in_a_stream": PlainWay("failing", (503,), STREAM),
+    "dies": PlainWay("dies"),
+    "garbage": PlainWay("garbage"),
+    "version_over": PlainWay("version", (409,), {"exact_version": 9}),
+    "bad_input": PlainWay("bad", (400,), {"sampling": {"temperature": -1}}),
 }
 # By the first word of a way's name.
 SETTINGS: dict[str, dict[str, Any]] = {
