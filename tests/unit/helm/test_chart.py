@@ -1,9 +1,10 @@
 """The chart installs what it says, with no more than that needs, and lends nothing unasked."""
 
 import json
+import re
 import shutil
+import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -42,14 +43,13 @@ ALL: tuple[Object, ...] = (
     joined(NODES_ONLY, SECRETS),
     {"role": "control"},
 )
+NAMES = ("least", "secrets", "cert-manager", "nodes", "control")
 
 
 # ---- lint, defaults ----
 
 
-@pytest.mark.parametrize(
-    "values", ALL, ids=["least", "secrets", "cert-manager", "nodes", "control"]
-)
+@pytest.mark.parametrize("values", ALL, ids=NAMES)
 def test_chart_lints_without_a_word(values: Object) -> None:
     result = lint(str(CHART), joined(LEAST, values), strict=True)
     assert not result["errors"]
@@ -270,17 +270,15 @@ def test_each_wanted_secret_is_written_by_cert_manager() -> None:
 # ---- what containers may do ----
 
 
-def every_container() -> list[Any]:
-    found = []
-    for number, values in enumerate(ALL):
-        for key, pod in pods(values).items():
-            found += [
-                pytest.param(pod, c, id=f"{number}-{key}-{c['name']}") for c in containers(pod)
-            ]
-    return found
+CONTAINERS = [
+    pytest.param(pod, container, id=f"{name}-{key}-{container['name']}")
+    for name, values in zip(NAMES, ALL, strict=True)
+    for key, pod in pods(values).items()
+    for container in containers(pod)
+]
 
 
-@pytest.mark.parametrize(("pod", "container"), every_container())
+@pytest.mark.parametrize(("pod", "container"), CONTAINERS)
 def test_containers_may_do_nothing_that_they_need_not(pod: Object, container: Object) -> None:
     context = container["securityContext"]
     assert context["allowPrivilegeEscalation"] is False
@@ -304,20 +302,48 @@ def test_containers_may_do_nothing_that_they_need_not(pod: Object, container: Ob
         assert each not in pod
 
 
+@pytest.mark.parametrize(("pod", "container"), CONTAINERS)
+def test_a_containers_words_and_probes_are_its_own(pod: Object, container: Object) -> None:
+    command = container.get("command", [])
+    if command[:1] == ["/bin/sh"]:
+        done = subprocess.run(["/bin/sh", "-n", "-c", command[2]], capture_output=True)
+        assert not done.stderr
+    known = {each["name"] for each in container.get("env", [])}
+    for arg in container.get("args", []):
+        # Only a shell would expand others.
+        assert set(re.findall(r"(?<!\$)\$\((\w+)\)", arg)) <= known
+    ports = {port["name"] for port in container.get("ports", [])}
+    for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
+        asked = container.get(probe, {})
+        how = asked.get("httpGet") or asked.get("tcpSocket")
+        assert how is None or how["port"] in ports
+
+
+@pytest.mark.parametrize("values", ALL, ids=NAMES)
+def test_every_object_says_whose_it_is_and_every_pod_has_what_it_names(values: Object) -> None:
+    found = objects(values)
+    deny = found["NetworkPolicy/r-default-deny"]["spec"]
+    assert deny["policyTypes"] == ["Ingress", "Egress"]
+    assert not deny.keys() & {"ingress", "egress"}
+    for key, each in objects(values, but=()).items():
+        labels = each["metadata"]["labels"]
+        assert labels["app.kubernetes.io/instance"] == "r", key
+        assert labels["app.kubernetes.io/managed-by"] == "Helm", key
+    for key, pod in pods(values).items():
+        assert f"ServiceAccount/{pod['serviceAccountName']}" in found, key
+        denied = deny["podSelector"]["matchLabels"].items()
+        assert denied <= pod_labels(found[key]).items(), key
+        volumes = {volume["name"] for volume in pod.get("volumes", [])}
+        claims = {"data"} if key.startswith("StatefulSet") else set()
+        for container in containers(pod):
+            mounts = {mount["name"] for mount in container["volumeMounts"]}
+            assert mounts <= volumes | claims, key
+
+
 def test_the_only_folder_of_the_machine_is_the_shared_one() -> None:
     for key, pod in pods(RELAY).items():
         paths = [v["hostPath"]["path"] for v in pod.get("volumes", []) if "hostPath" in v]
         assert paths == (["/run/rose"] if key == "DaemonSet/r-node" else [])
-
-
-def test_what_is_mounted_is_there() -> None:
-    for values in ALL:
-        for key, pod in pods(values).items():
-            volumes = {volume["name"] for volume in pod.get("volumes", [])}
-            claims = {"data"} if key.startswith("StatefulSet") else set()
-            for container in containers(pod):
-                mounts = {mount["name"] for mount in container["volumeMounts"]}
-                assert mounts <= volumes | claims, key
 
 
 def test_guests_go_first_and_push_nobody_out() -> None:
@@ -325,13 +351,6 @@ def test_guests_go_first_and_push_nobody_out() -> None:
     assert priority["value"] < 0
     assert priority["preemptionPolicy"] == "Never"
     assert node_pod()["priorityClassName"] == "r-guest"
-
-
-def test_every_pod_has_a_service_account_of_its_release() -> None:
-    for values in ALL:
-        known = {k.removeprefix("ServiceAccount/") for k in objects(values) if "Account/" in k}
-        for key, pod in pods(values).items():
-            assert pod["serviceAccountName"] in known, key
 
 
 # ---- RBAC ----
@@ -374,16 +393,6 @@ def test_viewers_and_editors_are_aggregated() -> None:
 
 
 # ---- network ----
-
-
-def test_every_pod_is_denied_all_first() -> None:
-    for values in ALL:
-        deny = objects(values)["NetworkPolicy/r-default-deny"]["spec"]
-        assert deny["policyTypes"] == ["Ingress", "Egress"]
-        assert not deny.keys() & {"ingress", "egress"}
-        for key in pods(values):
-            labels = pod_labels(objects(values)[key])
-            assert deny["podSelector"]["matchLabels"].items() <= labels.items(), key
 
 
 def test_each_kind_of_pod_is_let_to_what_it_needs() -> None:
@@ -543,14 +552,6 @@ def test_services_name_their_protocol() -> None:
     for key, each in objects(RELAY).items():
         if key.startswith("Service/"):
             assert all(port["protocol"] == "TCP" for port in each["spec"]["ports"]), key
-
-
-def test_every_object_says_whose_it_is() -> None:
-    for values in ALL:
-        for key, each in objects(values, but=()).items():
-            labels = each["metadata"]["labels"]
-            assert labels["app.kubernetes.io/instance"] == "r", key
-            assert labels["app.kubernetes.io/managed-by"] == "Helm", key
 
 
 # ---- notes ----

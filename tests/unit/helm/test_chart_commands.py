@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from tests.unit.helm.rendering import (
     RELAY,
     SECRETS,
     Object,
-    containers,
-    joined,
     node_container,
     node_file,
     node_pod,
@@ -302,27 +299,27 @@ esac
     return ended.returncode, " ".join(line.split()[0] for line in said.read_text().splitlines())
 
 
-def test_the_test_stops_everything_and_goes_on(tmp_path: Path) -> None:
-    assert hold(tmp_path, EXPLAINED["lends"], proof=0) == (0, "policy stop-all resume")
+ALL_STEPS = "policy stop-all resume"
 
 
-@pytest.mark.parametrize("proof", [1, 3], ids=["something is left", "unproved"])
-def test_the_test_fails_where_the_proof_does_and_goes_on_all_the_same(
-    tmp_path: Path, proof: int
+@pytest.mark.parametrize(
+    ("explained", "proof", "answers", "code", "said"),
+    [
+        ("lends", 0, True, 0, ALL_STEPS),
+        # Something is left, or unproved: the test fails, and goes on all the same.
+        ("lends", 1, True, 1, ALL_STEPS),
+        ("lends", 3, True, 3, ALL_STEPS),
+        # An operator's stop outlives the test.
+        ("stopped", 0, True, 0, "policy stop-all"),
+        # Without nodes nothing is stopped, and without a scheduler the test fails.
+        ("none", 0, True, 0, "policy"),
+        ("none", 0, False, 2, "policy"),
+    ],
+)
+def test_the_test_stops_everything_proves_it_and_goes_on(
+    tmp_path: Path, explained: str, proof: int, answers: bool, code: int, said: str
 ) -> None:
-    assert hold(tmp_path, EXPLAINED["lends"], proof=proof) == (proof, "policy stop-all resume")
-
-
-def test_an_operators_stop_outlives_the_test(tmp_path: Path) -> None:
-    assert hold(tmp_path, EXPLAINED["stopped"], proof=0) == (0, "policy stop-all")
-
-
-def test_without_nodes_nothing_is_stopped(tmp_path: Path) -> None:
-    assert hold(tmp_path, EXPLAINED["none"], proof=0) == (0, "policy")
-
-
-def test_without_a_scheduler_the_test_fails(tmp_path: Path) -> None:
-    assert hold(tmp_path, "", proof=0, answers=False) == (2, "policy")
+    assert hold(tmp_path, EXPLAINED[explained], proof=proof, answers=answers) == (code, said)
 
 
 def test_the_words_that_the_test_looks_for_are_the_commands() -> None:
@@ -334,17 +331,6 @@ def test_the_words_that_the_test_looks_for_are_the_commands() -> None:
 
 
 # ---- probes, ports, scripts ----
-
-
-def test_probes_ask_ports_that_are_there() -> None:
-    for values in ({}, joined(ACTIVE, RELAY, SECRETS)):
-        for key, pod in pods(values).items():
-            for container in containers(pod):
-                ports = {port["name"]: port for port in container.get("ports", [])}
-                for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
-                    asked = container.get(probe, {})
-                    how = asked.get("httpGet") or asked.get("tcpSocket")
-                    assert how is None or how["port"] in ports, key
 
 
 def test_routes_of_probes_are_routes_of_the_code() -> None:
@@ -370,23 +356,6 @@ def test_a_nodes_probe_asks_its_own_metrics() -> None:
     assert node_file({"node": {"metricsPort": 9101}})["metrics_port"] == 9101
 
 
-def test_scripts_are_shell() -> None:
-    for pod in pods(joined(ACTIVE, RELAY, CERT_MANAGER)).values():
-        for container in containers(pod):
-            command = container.get("command", [])
-            if command[:1] == ["/bin/sh"]:
-                done = subprocess.run(["/bin/sh", "-n", "-c", command[2]], capture_output=True)
-                assert not done.stderr, container["name"]
-
-
-def test_no_container_says_what_only_a_shell_would_expand() -> None:
-    for pod in pods(joined(ACTIVE, RELAY, CERT_MANAGER)).values():
-        for container in containers(pod):
-            known = {each["name"] for each in container.get("env", [])}
-            for arg in container.get("args", []):
-                assert set(re.findall(r"(?<!\$)\$\((\w+)\)", arg)) <= known, container["name"]
-
-
 # ---- policies as objects ----
 
 
@@ -395,13 +364,8 @@ OTHER: Object = {"controller": {"kubeconfigSecret": "serving"}}
 SCHEDULER = "Deployment/r-scheduler"
 
 
-def args(*values: Object) -> list[str]:
-    (container,) = pods(*values)[SCHEDULER]["containers"]
-    return [arg.replace("$(POD_IP)", "10.0.0.7") for arg in container["args"]]
-
-
 def test_schedulers_act_on_objects_by_a_token_of_their_own() -> None:
-    settings = settings_of(args()[1:])
+    settings = settings_of(words(SCHEDULER)[1:])
     assert settings.kubernetes
     assert settings.kubeconfig is None
     with_token = [k for k, pod in pods(RELAY).items() if pod["automountServiceAccountToken"]]
@@ -410,7 +374,7 @@ def test_schedulers_act_on_objects_by_a_token_of_their_own() -> None:
 
 
 def test_objects_of_another_cluster_count_by_its_kubeconfig() -> None:
-    settings = settings_of(args(OTHER)[1:])
+    settings = settings_of(words(SCHEDULER, OTHER)[1:])
     assert settings.kubeconfig == Path("/etc/rose/kubeconfig/config")
     pod = pods(OTHER)[SCHEDULER]
     assert pod["automountServiceAccountToken"] is False
@@ -424,7 +388,7 @@ def test_where_nobody_acts_on_objects_nobody_has_a_token(values: Object) -> None
     assert not [k for k, pod in pods(values).items() if pod["automountServiceAccountToken"]]
     assert not [key for key in objects(values) if "controller" in key]
     if values is OFF:
-        assert not settings_of(args(values)[1:]).kubernetes
+        assert not settings_of(words(SCHEDULER, values)[1:]).kubernetes
 
 
 def test_the_token_reads_policies_writes_their_status_and_tells_of_changes() -> None:
