@@ -12,7 +12,6 @@ from gateway_cases import (
     Ticks,
     base_url,
     begin,
-    calling,
     entry,
     failing_over,
     gateway_with,
@@ -125,20 +124,3 @@ async def test_a_pushed_table_takes_effect_within_50_ms(monkeypatch: pytest.Monk
         running.cancel()
     assert taken[1][1] is False
     assert taken[1][0] - revoked <= ADMISSION_STOP_TICKS
-
-
-async def test_two_gateways_share_replicas_and_nothing_else() -> None:
-    async with failing_over() as (one, two, left, session):
-        rows = entry(one, "guest-0"), entry(two, "own-0")
-        async with calling(*rows) as (right, other):
-            answers = await asyncio.gather(
-                *(
-                    ask(http, VLLM, vllm_body(5, request_id=f"{k}"))
-                    for k in range(20)
-                    for http in (session, other)
-                )
-            )
-            left.set_table(())
-            assert right.status().usable == 2
-    assert all(tokens_of(answer)[-1] == 105 for _, answer, _ in answers)
-    assert len(one.requests) + len(two.requests) == 40

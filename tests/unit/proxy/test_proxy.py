@@ -5,10 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
-from rose.errors import ConfigError
+from rose.addresses import free_port
+from rose.errors import ConfigError, UnavailableError
 from rose.gateway.backends.http_pool import ClusterTls, Upstream, UpstreamError
+from rose.node import NodeConfig
+from rose.node.proxy_process import ProxyProcess, proxied_ports, proxy_spec
 from rose.process.http_port import RECORDS_A_MINUTE
 from rose.proxy import callers
 from rose.proxy.main import main, serve
@@ -341,3 +345,50 @@ async def test_refusals_are_logged_a_few_times_a_minute(
     for _ in range(100):
         bench.door.on_refused("10.0.0.1", "why")
     assert len(caplog.records) <= RECORDS_A_MINUTE
+
+
+# ---- its process beside a daemon ----
+
+
+def node(folder: Path, port: int, **more: object) -> NodeConfig:
+    replica = {"id": "d=0", "kind": "dedicated", "model_dir": "m", "port": 9_000}
+    said = {
+        "node": "n0",
+        "scheduler": "127.0.0.1:1",
+        "run_dir": folder,
+        "log_dir": folder,
+        "unsigned": True,
+        "replicas": [replica],
+        "proxy": {"host": "127.0.0.1", "port": port},
+    }
+    return NodeConfig.model_validate(said | more)
+
+
+async def test_it_says_when_it_listens_and_its_death_is_an_error_with_its_last_words(
+    tmp_path: Path,
+) -> None:
+    said: list[bool] = []
+    proxy = ProxyProcess(node(tmp_path, free_port()), lambda: said.append(True))
+    running = asyncio.create_task(proxy.run())
+    await until_async(lambda: said, PATIENCE_S, "the proxy listens")
+    assert proxy.listens
+    children = psutil.Process().children()
+    [process] = [each for each in children if "rose.proxy.main" in each.cmdline()]
+    assert process.nice() >= 5, "behind the guard"
+    process.kill()
+    with pytest.raises(UnavailableError, match="listening on 127"):
+        await running
+    assert not proxy.listens
+    assert len(said) == 2
+    assert not process.is_running()
+
+
+def test_names_ports_and_certificates_reach_its_command_line(tmp_path: Path) -> None:
+    files = Certificates(tmp_path).of(Role.NODE, "n0")
+    paths = dict(zip(("ca", "certificate", "key"), map(str, files.paths), strict=True))
+    config = node(tmp_path, 7_410, certificates=paths)
+    assert proxied_ports(config) == {"d=0": 9_000}
+    argv = proxy_spec(config).argv
+    assert "--replica=9000=d=0" in argv
+    assert f"--key={paths['key']}" in argv
+    assert "--insecure" not in argv

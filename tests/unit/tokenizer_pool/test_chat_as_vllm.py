@@ -21,7 +21,7 @@ from rose.tokenizer_pool.worker import Chat, Done, Refused, Setup, TextService
 from tests.engine.tiny_families import make_family
 from tests.harness.conversations import TEMPLATES, message
 
-GENERATED = 1_500
+GENERATED = 700
 
 
 @pytest.fixture(scope="module")
