@@ -18,7 +18,6 @@ LONGEST_LINE = 140
 
 # Flags of vLLM, slime, Docker and pip, which these pages tell readers to give.
 OTHERS_FLAGS = {
-    "--hf-checkpoint",
     "--update-weight-transfer-mode",
     # Options of helm, kubectl and systemd-tmpfiles.
     "--api-versions",
@@ -27,18 +26,9 @@ OTHERS_FLAGS = {
     "--for",
     "--from",
     "--namespace",
-    "--server-side",
-    "--set",
     "--timeout",
     "--values",
     # Options of engines and pip.
-    "--dtype",
-    "--enforce-eager",
-    "--gpu-memory-utilization",
-    "--incremental-streaming-output",
-    "--kv-cache-memory-bytes",
-    "--middleware",
-    "--no-deps",
     "--offload-rollout",
     "--only-binary",
     "--pid",
@@ -63,28 +53,19 @@ OTHERS_FILES = {
 }
 OTHERS_CLASSES = {"BlockPool"}
 OTHERS_NAMES = {
-    "abort_all_requests",  # SGLang's
     "blocking_client",  # a reader's own
     "defer_block_free",
     "determine_available_memory",
     "execute_model",
-    "exported_job",  # a label of Prometheus
     "global_step_20",  # folders of checkpoints
     "weight_v000003",
     "process_mrelease",  # Linux's
     "profile_cudagraph_memory",
-    "release_kv",  # a level of the reclaim ladder, in small letters
     "request_memory",
     "reshape_and_cache_flash",
     "step_with_batch_queue",
-    "rose_host_tpot_seconds",  # put together from a target's name
-    "rose_host_tpot_target_seconds",
-    "rose_host_ttft_seconds",
-    "rose_host_ttft_target_seconds",
     "sum_abs",  # a place in a list
     "vllm_server_timeout",  # TRL's
-    "tpot_p99_s",  # put together by a benchmark
-    "ttft_p99_s",
 }
 
 

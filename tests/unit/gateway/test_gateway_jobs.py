@@ -9,8 +9,8 @@ from typing import Any
 import aiohttp
 import pytest
 import wire_cases
-from gateway_cases import base_url, entry, failing_over, gateway_with, until
-from wire_cases import GENERATE_ROUTES, VLLM, body_of
+from gateway_cases import base_url, entry, failing_over, gateway_with, serving, until
+from wire_cases import GENERATE_ROUTES, VLLM, body_of, tokens_of, vllm_body
 
 from rose.client import RolloutClient, Sampling
 from rose.gateway import Gateway
@@ -40,6 +40,16 @@ async def two_jobs(
         yield one, two, gateway
 
 
+@asynccontextmanager
+async def one_job(
+    job: str, *known: str, **settings: Any
+) -> AsyncIterator[tuple[StandInReplica, Gateway]]:
+    """A replica of this job, and a gateway that knows these jobs."""
+    async with serving(**settings) as (replica, gateway, _):
+        gateway.set_table((entry(replica, "guest-0", job=job),), known)
+        yield replica, gateway
+
+
 @pytest.mark.parametrize("path", GENERATE_ROUTES)
 async def test_the_job_selects_the_replica_on_every_route(path: str) -> None:
     async with two_jobs() as (one, two, gateway):
@@ -56,9 +66,7 @@ async def test_the_job_selects_the_replica_on_every_route(path: str) -> None:
 
 @pytest.mark.parametrize("path", GENERATE_ROUTES)
 async def test_an_unknown_job_is_not_found_and_none_has_to_be_named(path: str) -> None:
-    async with StandInReplica() as one, gateway_with() as gateway:
-        row = entry(one, "guest-0", job="a")
-        gateway.set_table((row,), JOBS)
+    async with one_job("a", *JOBS) as (one, gateway):
         status, said = await ask(gateway, {"job": "c"}, path)
         assert status == 404
         assert "'c' is not registered" in str(said)
@@ -66,7 +74,7 @@ async def test_an_unknown_job_is_not_found_and_none_has_to_be_named(path: str) -
         assert status == 400
         assert "X-Rose-Job" in str(said)
         # A turn that names none is of the only one.
-        gateway.set_table((row,), ("a",))
+        gateway.set_table((entry(one, "guest-0", job="a"),), ("a",))
         assert (await ask(gateway, None, path))[0] == 200
         assert one.requests[0]["job"] == "a"
 
@@ -74,11 +82,7 @@ async def test_an_unknown_job_is_not_found_and_none_has_to_be_named(path: str) -
 async def test_other_routes_know_the_job_too() -> None:
     async with StandInReplica(delay_s=0.05) as one, gateway_with() as gateway:
         gateway.set_table((entry(one, "guest-0", job="a"), entry(one, "guest-1", job="b")), JOBS)
-        body = {
-            "request_id": "r",
-            "session_id": "s",
-            "sampling_params": {"max_tokens": 1_000},
-        }
+        body = vllm_body(1_000, request_id="r", session_id="s")
         turns = [asyncio.create_task(ask(gateway, body | {"job": job})) for job in JOBS]
         await until(lambda: len(one.requests) == 2)
         for path, names in (
@@ -88,23 +92,19 @@ async def test_other_routes_know_the_job_too() -> None:
             assert (await ask(gateway, names | {"job": "c"}, path))[0] == 404
             assert (await ask(gateway, names, path))[0] == 400
         # One request id of two jobs is two turns, and so is a session.
-        aborted = await ask(
-            gateway, {"request_ids": ["r"], "job": "a"}, "/inference/v1/abort_requests"
-        )
+        names = {"request_ids": ["r"], "job": "a"}
+        aborted = await ask(gateway, names, "/inference/v1/abort_requests")
         assert aborted[1] == {"aborted": ["r"]}
         assert (await turns[0])[0] == 409
         assert not turns[1].done()
         ended = await ask(gateway, {"session_id": "s"}, "/finish_session", X_Rose_Job="b")
         assert ended[1]["aborted"] == 1
         assert (await turns[1])[0] == 409
+        assert (await ask(gateway, {"prompt": "x"}, "/tokenize", X_Rose_Job="c"))[0] == 404
         async with aiohttp.ClientSession(base_url(gateway)) as http:
             for query, status in (("?job=a", 200), ("?job=c", 404), ("", 400)):
                 async with http.get("/rose/v1/explain/r" + query) as reply:
                     assert reply.status == status
-            async with http.post(
-                "/tokenize", json={"prompt": "x"}, headers={"X-Rose-Job": "c"}
-            ) as reply:
-                assert reply.status == 404
 
 
 async def test_an_answer_of_one_job_is_not_given_to_another() -> None:
@@ -115,25 +115,18 @@ async def test_an_answer_of_one_job_is_not_given_to_another() -> None:
 
 
 async def test_a_turn_leaves_a_replica_that_another_job_gets() -> None:
-    async with StandInReplica() as one, StandInReplica() as two, gateway_with() as gateway:
+    async with StandInReplica() as two, one_job("a", *JOBS) as (one, gateway):
         one.hang_after = 1
-        first = entry(one, "guest-0", job="a")
-        gateway.set_table((first,), JOBS)
         turn = asyncio.create_task(ask(gateway, {"job": "a"}))
         await until(lambda: one.live == 1)
-        gateway.set_table((entry(one, "guest-0", job="b", lease_epoch=2),), JOBS)
+        moved = entry(one, "guest-0", job="b", lease_epoch=2)
+        gateway.set_table((moved,), JOBS)
         await until(lambda: one.live == 0)
         assert gateway.status().waiting == 1
-        gateway.set_table(
-            (
-                entry(one, "guest-0", job="b", lease_epoch=2),
-                entry(two, "guest-1", job="a", lease_epoch=1),
-            ),
-            JOBS,
-        )
+        gateway.set_table((moved, entry(two, "guest-1", job="a")), JOBS)
         status, said = await turn
         assert status == 200
-        assert said["choices"][0]["token_ids"] == [101, 102, 103]
+        assert tokens_of(said) == [101, 102, 103]
         assert len(two.requests) == 1
         assert len(one.requests) == 1
 
@@ -152,8 +145,7 @@ async def test_turns_that_came_before_the_table_are_the_only_jobs_or_told() -> N
 
 
 async def test_turns_of_a_job_that_ends_are_told() -> None:
-    async with StandInReplica() as one, gateway_with() as gateway:
-        gateway.set_table((entry(one, "guest-0", job="b"),), JOBS)
+    async with one_job("b", *JOBS) as (one, gateway):
         turn = asyncio.create_task(ask(gateway, {"job": "a"}))
         await until(lambda: gateway.status().waiting == 1)
         gateway.set_table((entry(one, "guest-0", job="b"),), ("b",))
@@ -161,8 +153,7 @@ async def test_turns_of_a_job_that_ends_are_told() -> None:
 
 
 async def test_a_flood_of_one_job_leaves_another_its_place_in_the_line() -> None:
-    async with StandInReplica() as one, gateway_with(max_waiting=2) as gateway:
-        gateway.set_table((entry(one, "guest-0", job="b"),), JOBS)
+    async with one_job("b", *JOBS, max_waiting=2) as (_, gateway):
         flood = [asyncio.create_task(ask(gateway, {"job": "a"})) for _ in range(2)]
         await until(lambda: gateway.status().waiting == 2)
         assert (await ask(gateway, {"job": "a"}))[0] == 429
@@ -180,9 +171,8 @@ async def test_a_version_is_the_jobs_own() -> None:
 
 
 async def test_demand_is_reported_for_the_job_that_a_turn_belongs_to() -> None:
-    async with StandInReplica() as one, gateway_with() as gateway:
+    async with one_job("a", "a") as (one, gateway):
         one.hang_after = 0
-        gateway.set_table((entry(one, "guest-0", job="a"),), ("a",))
         turn = asyncio.create_task(ask(gateway))
         await until(lambda: one.live == 1)
         meter = DemandMeter(gateway.dispatcher, "gw", 0.0)
