@@ -45,7 +45,10 @@ async def test_the_first_turn_brings_the_lease_that_it_waits_for(
         assert len((await scheduler.snapshot()).leases) == 1
 
 
-async def test_a_new_scheduler_hears_of_demand_as_soon_as_it_is_found(tmp_path: Path) -> None:
+async def test_a_new_scheduler_hears_of_demand_as_soon_as_it_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demand, "PERIOD_S", 0.1)
     first = RunningScheduler(tmp_path)
     async with (
         StandInReplica(delay_s=0.02) as replica,
@@ -56,9 +59,9 @@ async def test_a_new_scheduler_hears_of_demand_as_soon_as_it_is_found(tmp_path: 
         async with RunningScheduler(tmp_path, first.store, first.port) as again:
             await again.until_job(demand_known=True, turns=0)
             async with offering(again, replica):
-                turn = begin(session, vllm_body(100))
+                turn = begin(session, vllm_body(40))
                 await again.until_job(turns=1)
-                assert 0 < (await again.job()).owed_tokens <= 100
+                assert 0 < (await again.job()).owed_tokens <= 40
                 assert (await turn)[0] == 200
                 await again.until_job(turns=0)
 
@@ -75,7 +78,7 @@ async def test_a_new_gateway_reports_under_a_name_of_its_own(
         names: set[str] = set()
         for life in (1, 2):
             async with gateway_of(scheduler) as (_, session):
-                turn = begin(session, vllm_body(60))
+                turn = begin(session, vllm_body(30))
                 # The first one's last report lives on for a few seconds beside the second.
                 await scheduler.until_job(turns=1)
                 assert (await turn)[0] == 200
@@ -89,12 +92,12 @@ async def test_a_report_counts_running_and_waiting_turns_and_expected_tokens() -
     async with serving(replica, row={"max_sequences": 2}) as (_, gateway, session):
         meter = DemandMeter(gateway.dispatcher, "gw", 0.0)
         assert meter.report(1.0) == pb.DemandReport(gateway="gw")
-        turns = [begin(session, vllm_body(50)) for _ in range(5)]
+        turns = [begin(session, vllm_body(25)) for _ in range(5)]
         await until(lambda: gateway.status().waiting == 3)
         [job] = meter.report(2.0).jobs
         assert (job.job, job.turns) == ("", 5)
-        assert 150 < job.owed_tokens <= 250
-        await until(lambda: (gateway.dispatcher.made_tokens or {}).get("", 0) >= 60)
+        assert 75 < job.owed_tokens <= 125
+        await until(lambda: (gateway.dispatcher.made_tokens or {}).get("", 0) >= 30)
         [later] = meter.report(3.0).jobs
         assert later.owed_tokens < job.owed_tokens
         assert later.made_tok_s > 5.0
@@ -267,7 +270,7 @@ async def test_the_scheduler_hears_how_long_a_lease_took_to_its_first_token(
         offering(scheduler, replica),
     ):
         await until(lambda: bool(gateway.status().live_turns))
-        assert (await ask(session, VLLM, vllm_body(10)))[0] == 200
+        assert (await ask(session, VLLM, vllm_body(3)))[0] == 200
         await until(lambda: not gateway.dispatcher.switches.measured)
     lines = (tmp_path / "events-scheduler.jsonl").read_text().splitlines()
     [told] = [each for each in map(json.loads, lines) if each["event"] == "first_token"]
