@@ -168,7 +168,6 @@ async def test_a_source_that_never_lives_ends_the_gateway_with_a_line(
 
 
 async def test_a_gateway_process_whose_logs_are_full_serves(full_logs: Path) -> None:
-    """Its log and its standard error take nothing."""
     async with StandInReplica(delay_s=0.01) as dying, StandInReplica() as living:
         dying.break_after = 3
         options = ["--port", "0", "--log-dir", str(full_logs)]

@@ -14,18 +14,27 @@ from rose.gateway.text_codec import TextCodec
 from tests.fakes.replica import StandInReplica
 from tests.harness.tokenizer_kinds import ids_of, save_byte_tokenizer
 
+# One gateway for all, whose processes for texts take a second to start.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-@pytest.fixture(scope="session")
+
+@pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_byte_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest_asyncio.fixture
-async def texty(tokenizer: Path) -> AsyncIterator[tuple[StandInReplica, Gateway, Any]]:
-    """A gateway with a tokenizer: the stand-in counts on, so the text goes on in the alphabet."""
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def served(tokenizer: Path) -> AsyncIterator[tuple[StandInReplica, Gateway, Any]]:
     limits = {"tokenizer": tokenizer, "max_model_len": 200}
     async with serving(StandInReplica(version=2), **limits) as served:
         yield served
+
+
+@pytest.fixture
+def texty(served: Any) -> Any:
+    """A gateway with a tokenizer: the stand-in counts on, so the text goes on in the alphabet."""
+    served[0].hang_after, served[0].script = None, []
+    return served
 
 
 async def test_token_prompts_need_no_tokenizer_and_answer_with_ids() -> None:

@@ -29,8 +29,6 @@ NONSENSE = {
 
 
 class OneAnswerReplica(StandInReplica):
-    """A replica with one answer to everything."""
-
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__()
         self.answer = {"status": status, "body": body}

@@ -58,7 +58,6 @@ class Image:
 
 
 def of_sources() -> Image:
-    """This folder."""
     return Image((sys.executable, "-m", "rose.cli"), {"PYTHONPATH": str(ROOT)})
 
 

@@ -54,7 +54,6 @@ def pair() -> Iterator[tuple["subprocess.Popen[bytes]", "subprocess.Popen[bytes]
 def test_a_killed_guest_does_not_wait_for_a_saturated_host(
     pair: tuple["subprocess.Popen[bytes]", "subprocess.Popen[bytes]"],
 ) -> None:
-    """The guest gives memory back soon, though the host leaves its core no idle time."""
     guest, host = pair
     # By the host's own time on the core: other processes of a busy machine take theirs from both.
     host_cpu = psutil.Process(host.pid).cpu_times
