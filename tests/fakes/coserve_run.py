@@ -28,7 +28,6 @@ class StandInBench:
     guest_share_of_idle: float = 0.92
     guest_share_lent: float = 0.75
     guest_step_s: float = 0.006
-    settings: dict[str, Any] = field(default_factory=dict)
     held_arm: str = ""
 
     def write(self) -> Path:
@@ -61,7 +60,7 @@ class StandInBench:
         return {
             "seed": 0,
             "quick": False,
-            "settings": {"window_s": 2.0, **self.settings},
+            "settings": {"window_s": 2.0},
             "machine": {},
             "capacity_rps": 4 * self.rate_per_s,
             "calibrations": [],
