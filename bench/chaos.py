@@ -21,7 +21,7 @@ from typing import Any, Self
 import aiohttp
 
 from bench.common.processes import BenchProcess, gateway_command
-from bench.common.report import add_out_folder, parser_of, put, reported
+from bench.common.report import OUT, parser_of, put, reported
 from bench.common.tiny_models import FLEET_MODEL
 from rose.addresses import free_ports
 from rose.client import Retry, RolloutClient, RolloutError, Sampling, Turn
@@ -410,13 +410,8 @@ async def _progress(trainer: ChaosTrainer, faults: Faults) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the faults, print the findings, keep them."""
-    parser = parser_of(__doc__, PROG)
-    add_out_folder(parser)
-    parser.add_argument("--seconds", type=float, default=180.0)
-    parser.add_argument("--in-flight", type=int, default=200, metavar="N")
-    parser.add_argument("--replicas", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
+    numbers: dict[str, float] = {"seconds": 180.0, "in_flight": 200, "replicas": 3, "seed": 0}
+    args = parser_of(__doc__, PROG, OUT, **numbers).parse_args(argv)
     return reported(PROG, lambda: asyncio.run(_run(args)))
 
 

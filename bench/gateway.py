@@ -42,7 +42,7 @@ from bench.common.checks import (
     text_table,
 )
 from bench.common.processes import BenchProcess, CpuUse, ProcessFleet, cores, gateway_command
-from bench.common.report import add_out_folder, machine, parser_of, put_both, reported, say
+from bench.common.report import OUT, machine, parser_of, put_both, reported, say
 from bench.common.tiny_models import FLEET_MODEL
 from bench.load.standin import StandInEngine
 from bench.load.streams import (
@@ -693,11 +693,8 @@ def measured(args: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__, PROG)
-    add_out_folder(parser)
+    parser = parser_of(__doc__, PROG, OUT, rounds=3, seconds=8.0)
     parser.add_argument("--streams", type=int, nargs="+", metavar="N")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=8.0, help="measured, of each cell")
     parser.add_argument("--quick", action="store_true", help="one round, three numbers of streams")
     parser.add_argument("--real", action="store_true", help="over real vLLM too: two minutes more")
     parser.add_argument(

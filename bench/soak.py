@@ -1,5 +1,7 @@
 """`python -m bench.soak`: turns that end in every way, then a storm of ones that time out.
 
+--turns of all ways, for --seconds at most, then the storm for --storm-s.
+
 Writes soak.json and soak.txt. Exit code 0, 1 when a bound is broken, 2 for bad input.
 """
 
@@ -27,7 +29,7 @@ import uvloop
 
 from bench.common.checks import FAILS, Check, at_most, checks_table, row_verdict
 from bench.common.processes import BenchProcess, cores, python
-from bench.common.report import add_out_folder, parser_of, put_both, reported, say
+from bench.common.report import OUT, parser_of, put_both, reported, say
 from bench.load.streams import HUNG_UP, HttpAnswer, HttpCaller
 from rose.addresses import free_ports
 from rose.errors import ConfigError
@@ -469,7 +471,8 @@ progress = partial(say, "soak")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    numbers: dict[str, float] = {"turns": 200_000, "seconds": 540.0, "storm_s": 60.0}
+    args = parser_of(__doc__, PROG, OUT, **numbers, in_flight=32, seed=0).parse_args(argv)
     try:
         return reported(PROG, lambda: _run(args))
     except asyncio.CancelledError:
@@ -529,17 +532,6 @@ async def _minutes() -> None:
     for minute in range(1, 60):
         await asyncio.sleep(60)
         progress(f"{minute} min")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__, PROG)
-    add_out_folder(parser)
-    parser.add_argument("--turns", type=int, default=200_000)
-    parser.add_argument("--seconds", type=float, default=540.0, help="at most, for the turns")
-    parser.add_argument("--storm-s", type=float, default=60.0, help="of turns that time out")
-    parser.add_argument("--in-flight", type=int, default=32, metavar="N")
-    parser.add_argument("--seed", type=int, default=0)
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Front and back of a benchmark's command: its parser, its errors, its files."""
+"""Front and back of a benchmark's command: its parser, its errors, its verdict, its files."""
 
 import argparse
 import json
@@ -32,15 +32,26 @@ STYLE = {
 GRID = STYLE | {"axes.grid": True}
 
 
-def parser_of(doc: str | None, prog: str) -> argparse.ArgumentParser:
-    """Return a parser whose help is a module's docstring, as it is written."""
-    return argparse.ArgumentParser(
+def parser_of(
+    doc: str | None, prog: str, out: Path | None = None, **numbers: float
+) -> argparse.ArgumentParser:
+    """Return a parser whose help is a module's docstring, with an option for each of `numbers`.
+
+    out: folder of the results unless `--out` names another; None where they are one file.
+    """
+    parser = argparse.ArgumentParser(
         prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-
-
-def add_out_folder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR" if out else "FILE")
+    for name, usual in numbers.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(usual),
+            default=usual,
+            metavar="N" if isinstance(usual, int) else "X",
+            help="default %(default)s",
+        )
+    return parser
 
 
 def reported(prog: str, work: Callable[[], int]) -> int:
@@ -81,6 +92,14 @@ def put(result: Mapping[str, object], out: Path | None, *, shown: bool = True) -
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text, encoding="utf-8")
+
+
+def put_judged(
+    result: Mapping[str, object], out: Path | None, *, good: bool, shown: bool = True
+) -> int:
+    """Write a result, with this machine, as `put` does; return exit code 0, or 1 unless good."""
+    put({"machine": machine(), **result}, out, shown=shown)
+    return int(not good)
 
 
 def put_both(folder: Path, name: str, result: Mapping[str, object], text: str) -> None:

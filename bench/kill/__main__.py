@@ -4,8 +4,9 @@
              and again -> nothing of the guest is left -> its node proves the stop -> pressed a
              third time, nothing starts -> all is restored
 
-Writes kill.json and kill.txt. Exit code 0, 1 when a trial missed the deadline or pressing the
-switch again changed something, 2 for bad input or a bench that does not work.
+So many --trials with the control plane, then as many without it. Writes kill.json and kill.txt.
+Exit code 0, 1 when a trial missed the deadline or pressing the switch again changed something, 2
+for bad input or a bench that does not work.
 """
 
 import argparse
@@ -23,13 +24,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
 from bench.common.checks import text_table
 from bench.common.processes import BenchProcess, ProcessFleet, scheduler_command
-from bench.common.report import add_out_folder, machine, parser_of, put_both, reported, say
+from bench.common.report import OUT, machine, parser_of, put_both, reported, say
 from elastic_scheduler.capacity import parse_policy
 from executor import ControlPage, GuestState, HostState
 from executor.control_page.page import PAGE_FOLDER
@@ -45,8 +46,8 @@ from rose.rpc.rose_pb2_grpc import SchedulerStub
 from slo import percentile
 
 PROG = "bench.kill"
-# The shortest and longest deadline of a policy.
-DEADLINES_S = 1.0, 600.0
+# Limit of each trial, and memory that its guest holds.
+DEADLINE_S, GUEST_BYTES = 5.0, 256 << 20
 NODE, GUEST = "serving-0", "guest"
 START_S = 60.0
 POLL_S = 0.005
@@ -341,38 +342,36 @@ progress = partial(say, "kill")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all trials, print the table, keep it."""
-    args = _parser().parse_args(argv)
+    args = parser_of(__doc__, PROG, OUT, trials=100).parse_args(argv)
     # Started processes are ended by any end of this one.
-    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     return reported(PROG, lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.trials < 1 or args.guest_mib < 1:
-        raise ConfigError("--trials, --guest-mib: at least 1")
-    if not DEADLINES_S[0] <= args.deadline_s <= DEADLINES_S[1]:
-        raise ConfigError("--deadline-s: 1 to 600, as a policy's reclaimDeadline")
+    if args.trials < 1:
+        raise ConfigError("--trials: at least 1")
     folder = Path(tempfile.mkdtemp(prefix="rose-kill-", dir=PAGE_FOLDER))
     done: list[Trial] = []
-    for trial in trials(folder, args.trials, args.deadline_s, args.guest_mib << 20):
+    for trial in trials(folder, args.trials, DEADLINE_S, GUEST_BYTES):
         done.append(trial)
         progress(f"{len(done)}/{2 * args.trials}: {_line(trial)}")
     shutil.rmtree(folder)
     rows = rows_of(done)
     settings = {
         "trials_each": args.trials,
-        "deadline_s": args.deadline_s,
-        "guest_bytes": args.guest_mib << 20,
+        "deadline_s": DEADLINE_S,
+        "guest_bytes": GUEST_BYTES,
         "engine": "a stand-in that holds memory and burns a core",
         "niceness": os.nice(0),
     }
     result = {"settings": settings, "machine": machine(), "rows": rows, "trials": done}
-    put_both(args.out, "kill", result, table(rows, args.deadline_s))
+    put_both(args.out, "kill", result, table(rows))
     total = rows[-1]
     return int(total["in_time"] < total["trials"] or total["changed_again"] > 0)
 
 
-def table(rows: Sequence[dict[str, Any]], deadline_s: float) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     """Lay out percentiles of each kind in seconds, and the trials within the deadline."""
     head = (
         *("control plane", "switch", "trials", "gone p50", "p99", "worst"),
@@ -396,7 +395,7 @@ def table(rows: Sequence[dict[str, Any]], deadline_s: float) -> str:
         "gone: no process and no byte of it is left, as the kernel says;"
         " proved: its node measured 0 bytes and duty 0.\n"
     )
-    return text_table(f"Kill switch, reclaimDeadline {deadline_s:g} s", head, lines) + held
+    return text_table(f"Kill switch, reclaimDeadline {DEADLINE_S:g} s", head, lines) + held
 
 
 def _line(trial: Trial) -> str:
@@ -406,19 +405,6 @@ def _line(trial: Trial) -> str:
         f"{trial.plane}, {trial.way}: gone after {trial.gone_s:.2f} s, proved after"
         f" {trial.proved_s:.2f} s{late}{again}"
     )
-
-
-def _ended(number: int, _: object) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__, PROG)
-    add_out_folder(parser)
-    parser.add_argument("--trials", type=int, default=100, help="with each, up and down")
-    parser.add_argument("--deadline-s", type=float, default=5.0, metavar="S")
-    parser.add_argument("--guest-mib", type=int, default=256, metavar="N")
-    return parser
 
 
 if __name__ == "__main__":

@@ -1,15 +1,14 @@
 """Time in which a cluster is without a leading scheduler.
 
-    python -m bench.micro.failover [--rounds N] [--how HOW] [--beside N]
-        [--late S] [--out FILE]
+    python -m bench.micro.failover [--rounds N] [--how HOW] [--late S] [--out FILE]
 
 Prints one JSON object. Two scheduler processes share a SQLite file; a node's session, a gateway's
 watch and a trainer follow whoever leads. In each round the leader is killed, asked to stop, or
 stopped (SIGSTOP); the times are from that moment until the other one leads (`led_s`), the node's
 lease is renewed (`renewed_s`), the gateway has a table (`table_s`), and a version of a trainer that
-was connected to the old leader is announced (`announced_s`). `--beside`: so many processes compute
-all the while. `--late`: for so long the other scheduler stands still too, as on a machine that is
-overloaded. Exit code 1 when a lease was lost, or one of the first three is above 5 s.
+was connected to the old leader is announced (`announced_s`). `--late`: for so long the other
+scheduler stands still too, as on a machine that is overloaded. Exit code 1 when a lease was lost,
+or one of the first three is above 5 s.
 """
 
 import asyncio
@@ -18,12 +17,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.common.processes import BenchProcess, ProcessFleet
-from bench.common.report import machine, parser_of, put
+from bench.common.processes import ProcessFleet
+from bench.common.report import parser_of, put_judged
 from rose.addresses import free_ports
 from rose.errors import UnavailableError
 from rose.gateway.replicas.table import ReplicaEntry
@@ -240,33 +239,17 @@ async def fail_over(how: str, folder: Path, late_s: float = 0.0) -> Failover:
             return Failover(how, led_s, renewed_s, table_s, announced_s, kept)
 
 
-@contextlib.contextmanager
-def computing(count: int) -> Iterator[None]:
-    """Run `count` processes that compute."""
-    argv = (sys.executable, "-c", "while True: pass")
-    with contextlib.ExitStack() as stack:
-        for number in range(count):
-            stack.enter_context(BenchProcess(f"computing-{number}", argv))
-        yield
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, "bench.micro.failover")
-    parser.add_argument("--rounds", type=int, default=3, help="of each way to end")
+    parser = parser_of(__doc__, "bench.micro.failover", rounds=3, late=0.0)
     parser.add_argument("--how", choices=[*HOWS], help="how the leader ends; else each way")
-    parser.add_argument("--late", type=float, default=0.0, metavar="S")
-    parser.add_argument("--beside", type=int, default=0, help="processes that compute meanwhile")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(argv)
     found = []
-    with computing(options.beside):
-        for how in [options.how] if options.how else HOWS:
-            for _ in range(options.rounds):
-                with tempfile.TemporaryDirectory() as folder:
-                    found.append(asyncio.run(fail_over(how, Path(folder), options.late)))
-    load = {"beside": options.beside, "late_s": options.late}
-    put({"rows": found, "load": load, "machine": machine()}, options.out)
-    return int(not all(each.in_time for each in found))
+    for how in [options.how] if options.how else HOWS:
+        for _ in range(options.rounds):
+            with tempfile.TemporaryDirectory() as folder:
+                found.append(asyncio.run(fail_over(how, Path(folder), options.late)))
+    result = {"rows": found, "load": {"late_s": options.late}}
+    return put_judged(result, options.out, good=all(each.in_time for each in found))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any
 
 from bench.common.processes import BenchProcess, python
-from bench.common.report import machine, put
+from bench.common.report import parser_of, put_judged
 from bench.common.tiny_models import TinyModel
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
@@ -42,6 +42,8 @@ BLOCK_TOKENS = 16
 PROMPT_TOKENS = 64
 # Long enough that the caches are its own again for most of a round.
 STEPS_A_ROUND = 40
+# Processes of each arm.
+PROCESSES = 5
 FIRST_STEPS = 100
 KINDS = ("stock", "observed", "timed")
 VOCABULARY = 1_000
@@ -305,11 +307,11 @@ def within_target(figures: dict[str, object]) -> bool:
     return inside["ci95"] is not None and inside["ci95"][1] <= TARGET_US
 
 
-def measured(processes: int, rounds: int) -> dict[str, Rounds]:
+def measured(rounds: int) -> dict[str, Rounds]:
     """Measure every load, by pairs of fresh processes, one after the other."""
     core = max(os.sched_getaffinity(0))
     found = {traffic.name: Rounds() for traffic in TRAFFICS}
-    for _ in range(processes):
+    for _ in range(PROCESSES):
         with ExitStack() as stack:
             arms = {
                 kind: stack.enter_context(
@@ -323,31 +325,26 @@ def measured(processes: int, rounds: int) -> dict[str, Rounds]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--processes", type=int, default=5, help="processes of each arm")
-    parser.add_argument("--rounds", type=int, default=12, help="of each pair, a load")
-    parser.add_argument("--out", type=Path, help="write there instead of to the screen")
+    parser = parser_of(__doc__, MODULE, rounds=12)
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ |= ENVIRONMENT
     if arguments.worker:
         worker(arguments.worker)
         return 0
-    found = measured(arguments.processes, arguments.rounds)
+    found = measured(arguments.rounds)
     loads = {traffic.name: found[traffic.name].figures(traffic) for traffic in TRAFFICS}
     holds = all(within_target(figures) for figures in loads.values())
     report = {
         "running": RUNNING,
         "target_us": TARGET_US,
         "holds": holds,
-        "processes": arguments.processes,
+        "processes": PROCESSES,
         "rounds": arguments.rounds,
         "steps_a_round": STEPS_A_ROUND,
         "loads": loads,
-        "machine": machine(),
     }
-    put(report, arguments.out, shown=arguments.out is None)
-    return 0 if holds else 1
+    return put_judged(report, arguments.out, good=holds, shown=arguments.out is None)
 
 
 if __name__ == "__main__":

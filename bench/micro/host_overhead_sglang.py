@@ -10,7 +10,6 @@ which each that ends makes room for the next, so that most steps are prefills. P
 object; exit code 1 when a median is above the target.
 """
 
-import argparse
 import gc
 import os
 import random
@@ -24,7 +23,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from bench.common.report import machine, put
+from bench.common.report import parser_of, put_judged
 from bench.common.tiny_models import TinyModel
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
@@ -35,7 +34,6 @@ RUNNING = 256
 PROMPT_TOKENS = 16
 VOCABULARY = 1_000
 FIRST_STEPS = 20
-STEPS = 200
 LOADS = {"steady": (100_000, 100_000), "turnover": (50, 350)}
 """By name, the shortest and the longest answer."""
 ENVIRONMENT = {
@@ -221,9 +219,7 @@ def figures(inside: list[float], whole: list[float]) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each load")
-    parser.add_argument("--out", type=Path, help="write there instead of to the screen")
+    parser = parser_of(__doc__, "bench.micro.host_overhead_sglang", steps=200)
     arguments = parser.parse_args()
     os.environ |= ENVIRONMENT
     loads = {}
@@ -247,10 +243,8 @@ def main() -> int:
         "holds": holds,
         "steps": arguments.steps,
         "loads": loads,
-        "machine": machine(),
     }
-    put(report, arguments.out, shown=arguments.out is None)
-    return 0 if holds else 1
+    return put_judged(report, arguments.out, good=holds, shown=arguments.out is None)
 
 
 if __name__ == "__main__":

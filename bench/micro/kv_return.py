@@ -13,10 +13,8 @@ resident are all in it. In every other round the guest is frozen first, as on th
 Exit code 1 when a p99 misses its limit.
 """
 
-import argparse
 import asyncio
 import random
-import shutil
 import sys
 import tempfile
 import threading
@@ -29,7 +27,7 @@ import aiohttp
 import psutil
 
 from bench.common.engines import SGLANG_PYTHON
-from bench.common.report import machine, put
+from bench.common.report import machine, parser_of, put_judged
 from executor import ControlPage, Grant, GrantMode, GuestState, HostState
 from executor.control_page.page import PAGE_FOLDER
 from rose.addresses import free_port
@@ -39,6 +37,7 @@ from slo import percentile
 RETURNED_BYTES = 1 << 30
 RETURN_TARGET_S = 0.15
 FREEZE_SLACK_S = 0.005
+FREEZES = 200
 KV_BYTES = RETURNED_BYTES + (256 << 20)
 VOCABULARY = 96
 STREAMS = 48
@@ -247,13 +246,13 @@ def freezes_summary(freezes: list[FreezeRound]) -> dict[str, object]:
     }
 
 
-def spec_of(engine: EngineKind, python: Path, folder: Path, page: Path) -> EngineSpec:
+def spec_of(engine: EngineKind, folder: Path, page: Path) -> EngineSpec:
     sglang = engine is EngineKind.SGLANG
     return EngineSpec(
         name="guest",
         role=EngineRole.GUEST,
         engine=engine,
-        python=python.absolute() if sglang else None,
+        python=SGLANG_PYTHON.absolute() if sglang else None,
         model_dir=folder / "model",
         port=free_port(),
         log=folder / "guest.log",
@@ -268,14 +267,14 @@ def spec_of(engine: EngineKind, python: Path, folder: Path, page: Path) -> Engin
 
 
 async def measure(
-    engine_kind: EngineKind, python: Path, freezes: int, rounds: int, folder: Path
+    engine_kind: EngineKind, rounds: int, folder: Path
 ) -> tuple[list[FreezeRound], list[KvRound]]:
     """Start the guest and its load, and measure."""
     save_wide_model(folder / "model")
     page = ControlPage.create(folder / "page")
     node = StandInHost(page)
     node.start()
-    spec = spec_of(engine_kind, python, folder, page.path)
+    spec = spec_of(engine_kind, folder, page.path)
     engine = await EngineProcess.start(spec)
     try:
         await engine.wait_healthy(START_S)
@@ -289,7 +288,7 @@ async def measure(
             rng = random.Random(0)  # noqa: S311 -- prompts, not secrets
             streams = [asyncio.create_task(bench.stream(http, rng)) for _ in range(STREAMS)]
             try:
-                frozen = [await bench.freeze(rng) for _ in range(freezes)]
+                frozen = [await bench.freeze(rng) for _ in range(FREEZES)]
                 found = []
                 for number in range(rounds):
                     found.append(await bench.round(frozen_first=number % 2 == 1))
@@ -306,21 +305,12 @@ async def measure(
 
 def main() -> int:
     """Measure, and print or write one JSON object."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_of(__doc__, "bench.micro.kv_return", rounds=40)
     parser.add_argument("--engine", type=EngineKind, choices=list(EngineKind), default="vllm")
-    parser.add_argument("--sglang-python", type=Path, default=SGLANG_PYTHON)
-    parser.add_argument("--freezes", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="write there instead of to the screen")
     args = parser.parse_args()
     before = machine()
-    folder = Path(tempfile.mkdtemp(prefix="rose-kv-return-", dir=PAGE_FOLDER))
-    try:
-        freezes, rounds = asyncio.run(
-            measure(args.engine, args.sglang_python, args.freezes, args.rounds, folder)
-        )
-    finally:
-        shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="rose-kv-return-", dir=PAGE_FOLDER) as folder:
+        freezes, rounds = asyncio.run(measure(args.engine, args.rounds, Path(folder)))
     over_s = percentile([one.stopped_s - one.step_s for one in freezes], 0.99)
     returned_s = percentile([one.returned_s for one in rounds], 0.99)
     holds = over_s <= FREEZE_SLACK_S and returned_s <= RETURN_TARGET_S
@@ -337,8 +327,7 @@ def main() -> int:
         "running": summary([one for one in rounds if not one.frozen_first]),
         "frozen_first": summary([one for one in rounds if one.frozen_first]),
     }
-    put(report, args.out, shown=args.out is None)
-    return 0 if holds else 1
+    return put_judged(report, args.out, good=holds, shown=args.out is None)
 
 
 if __name__ == "__main__":

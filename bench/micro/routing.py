@@ -1,6 +1,6 @@
 """Time of a routing decision.
 
-    python -m bench.micro.routing [--replicas N] [--trajectories N]
+    python -m bench.micro.routing [--replicas N] [--trajectories N] [--decisions N] [--out FILE]
 
 Prints one JSON object. A decision is `Router.choose` for the next turn of a live trajectory, in a
 fleet of unlike replicas that carries that many turns: replicas decode at their rates, and for every
@@ -20,10 +20,9 @@ import random
 import sys
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from bench.common.report import machine, parser_of, put
+from bench.common.report import parser_of, put_judged
 from elastic_scheduler import ReplicaKind, ReplicaView, Router, TurnNeed, TurnPlacement
 from slo import percentile
 
@@ -35,6 +34,8 @@ CHUNKS_PER_S = 25
 AGAIN = 3
 CONSTANT_STEPS = 900
 MOST_AGAIN_P99_US = 500.0
+# Decisions whose regret is computed.
+JUDGED = 100
 
 
 def make_view(number: int, cap: int, rng: random.Random) -> ReplicaView:
@@ -189,16 +190,10 @@ def measure(replicas: int, trajectories: int, decisions: int, judged: int) -> di
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "bench.micro.routing")
-    parser.add_argument("--replicas", type=int, default=10_000)
-    parser.add_argument("--trajectories", type=int, default=100_000)
-    parser.add_argument("--decisions", type=int, default=20_000)
-    parser.add_argument("--judged", type=int, default=100, help="decisions to take the regret of")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
-    row = measure(args.replicas, args.trajectories, args.decisions, args.judged)
-    put({"rows": [row], "machine": machine()}, args.out)
-    return int(row["again_p99_us"] >= MOST_AGAIN_P99_US)
+    numbers: dict[str, Any] = {"replicas": 10_000, "trajectories": 100_000, "decisions": 20_000}
+    args = parser_of(__doc__, "bench.micro.routing", **numbers).parse_args()
+    row = measure(args.replicas, args.trajectories, args.decisions, JUDGED)
+    return put_judged({"rows": [row]}, args.out, good=row["again_p99_us"] < MOST_AGAIN_P99_US)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ longer than `reclaimDeadline`, a node that speaks was not counted as held, or th
 not the ones that are named.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -25,7 +24,7 @@ from typing import Any
 import msgspec
 
 from bench.common.processes import BenchProcess, scheduler_command
-from bench.common.report import machine, put
+from bench.common.report import parser_of, put_judged
 from bench.micro.scheduler_scale import StandInNode, channel_to
 from rose.addresses import free_port
 from rose.cli.exit_codes import ExitCode
@@ -193,22 +192,13 @@ async def _stopped(address: str, nodes: int, silent: set[str]) -> StopRound:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return 1 if a stop was not in time."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nodes", type=int, default=100)
-    parser.add_argument("--silent", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser = parser_of(__doc__, "bench.micro.stop_all", nodes=100, silent=3, rounds=5)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="rose-stop-") as folder:
         rows = asyncio.run(measure(args.nodes, args.silent, args.rounds, Path(folder)))
-    found = {
-        "machine": machine(),
-        "reclaim_deadline_s": DEADLINE_S,
-        "good": all(row.good for row in rows),
-        "rounds": rows,
-    }
-    put(found, args.out)
-    return 0 if found["good"] else 1
+    good = all(row.good for row in rows)
+    found = {"reclaim_deadline_s": DEADLINE_S, "good": good, "rounds": rows}
+    return put_judged(found, args.out, good=good)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@
 A real vLLM engine on CPU with random bf16 weights. Each round changes a share of all weights,
 stages the update, and takes the time of what happens under the pause: the scatter with its
 read-back, and one probe forward. Full reloads are vLLM's own `reload_weights` from files that the
-page cache has, and the engine's loader run on weights in memory.
+page cache has, and the engine's loader run on weights in memory. --experts N makes each layer a
+mixture of so many, two of which compute each token.
 """
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -17,10 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.common.report import machine, put
+from bench.common.report import parser_of, put_judged
 from bench.common.tiny_models import TinyModel, changed
 from weight_transfer import ChunkStore, SigningKey, VersionPublisher, read_model_dir
 
+# Share of all weights that a round changes.
+SHARE = 0.01
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -89,10 +91,10 @@ class PauseBench:
             lambda: self._call("rose_weights_init", str(folder), key.verify_key.hex)
         )
 
-    def round(self, share: float) -> dict[str, float]:
+    def round(self) -> dict[str, float]:
         """Publish, stage and commit one update; return seconds of its parts."""
         version = self._version + 1
-        new = changed(self._active, share, version)
+        new = changed(self._active, SHARE, version)
         self._publisher.publish(version, self._version, self._active, new)
         paths = [str(self._store.manifest_path(version))], str(self._store.chunks_dir)
         self._call("rose_weights_decode", *paths, f"version {version}")
@@ -155,7 +157,6 @@ def summary(
     full_s = min(middle["reload_weights_s"], middle["loader_s"])
     weights = sum(tensor.bits.size for tensor in bench.base.values())
     return {
-        "machine": machine(),
         "weights": weights,
         "share_changed": middle["changed"] / weights,
         "init_s": bench.init_s,
@@ -168,21 +169,16 @@ def summary(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--share", type=float, default=0.01, help="of all weights, changed a round")
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--experts", type=int, default=0, help="in a layer; 2 compute each token")
-    arguments = parser.parse_args()
+    numbers: dict[str, Any] = {"rounds": 7, "hidden": 768, "layers": 12, "experts": 0}
+    arguments = parser_of(__doc__, "bench.micro.weight_pause", **numbers).parse_args()
     os.environ.update(ENVIRONMENT)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         save_model(root / "model", arguments.hidden, arguments.layers, arguments.experts)
         bench = PauseBench(root, root / "model")
-        rounds = [bench.round(arguments.share) for _ in range(arguments.rounds)]
+        rounds = [bench.round() for _ in range(arguments.rounds)]
         reloads = bench.reloads(arguments.rounds)
-        put(summary(bench, rounds, reloads), None)
+        put_judged(summary(bench, rounds, reloads), arguments.out, good=True)
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ from bench.common.checks import (
     row_verdict,
     text_table,
 )
-from bench.common.report import add_out_folder, machine, parser_of, put_both, reported, say
+from bench.common.report import OUT, machine, parser_of, put_both, reported, say
 from bench.weights.codec import PEER, adam_step, peaks, rate_for, sizes, speeds, training_steps
 from bench.weights.link import link_figures
 from bench.weights.ranks import rank_memory
 
 PROG = "bench.weights"
+MODELS = Path("out/models")
 DENSITIES = (0.001, 0.01, 0.019, 0.02, 0.046, 0.05, 0.119, 0.2, 0.5)
 SPEED_DENSITIES = (0.01, 0.02, 0.1)
 MEMORY_DENSITIES = (0.02, 0.2, 0.5)
@@ -205,10 +206,7 @@ progress = partial(say, "weights")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, PROG)
-    add_out_folder(parser)
-    parser.add_argument("--models", type=Path, default=Path("out/models"), metavar="DIR")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(__doc__, PROG, OUT, seed=0)
     parser.add_argument("--only", choices=["ranks"], help="one part alone")
     args = parser.parse_args(argv)
     return reported(PROG, lambda: _run(args))
@@ -219,14 +217,14 @@ def _run(args: argparse.Namespace) -> int:
         name, result = f"weights-{args.only}", ranks_of(args.seed)
         judged, lay_out = rank_checks(result["ranks"]), rank_table
     else:
-        name, result = "weights", measure(args.models, args.seed)
+        name, result = "weights", measure(args.seed)
         judged, lay_out = checks(result), table
     result["checks"] = judged
     put_both(args.out, name, result, lay_out(result))
     return int(row_verdict(judged) == FAILS)
 
 
-def measure(models: Path, seed: int) -> dict[str, Any]:
+def measure(seed: int) -> dict[str, Any]:
     from bench.demo.frozen_lake.models import ensure_models
 
     synthetic = []
@@ -240,7 +238,7 @@ def measure(models: Path, seed: int) -> dict[str, Any]:
         fast.append(speeds(rate_for(density), seed))
     progress("memory")
     memory = [row for density in MEMORY_DENSITIES for row in peaks(rate_for(density), seed)]
-    policy = ensure_models(models, False, lambda label, share: None).policy_dir
+    policy = ensure_models(MODELS, False, lambda label, share: None).policy_dir
     trained = []
     for rate in RATES:
         progress(f"training at a rate of {rate:g}")

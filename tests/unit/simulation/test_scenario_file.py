@@ -86,20 +86,8 @@ def test_a_profile_of_ones_own_gives_the_step_times(tmp_path: Path) -> None:
             ("hosts: 2", "hosts: two"),
             ":9: cluster.serving.hosts: 'two'; it should be a valid integer",
         ),
-        (
-            ("hosts: 2", "hosts: 0"),
-            ":9: cluster.serving.hosts: 0; it should be greater than or equal",
-        ),
-        (
-            ("hosts: 2", "hosts: true"),
-            ":9: cluster.serving.hosts: True; it should be a valid integer",
-        ),
         (("hosts: 2", "hosts:"), ":9: cluster.serving.hosts: it has no value"),
         (("until_s: 30", "until_s: .nan"), ":2: until_s: nan; it should be a finite number"),
-        (("until_s: 30", "until_s: 0"), ":2: until_s: 0; it should be greater than 0"),
-        (("until_s: 30", "slice_s: 0"), ":2: slice_s: 0; it should be greater than 0"),
-        (("until_s: 30", "untils: 30"), ":2: untils: unknown key; did you mean 'until_s'?"),
-        (("steps: 1", "stepz: 1"), ":20: trainer.stepz: unknown key; did you mean 'steps'?"),
         (("samples: 2", "samples: -2"), ":16: trainer.samples: -2; it should be greater than or"),
         (("dapo", "dpo"), ":19: trainer.algorithm: 'dpo'; it should be 'grpo' or 'dapo'"),
         (
@@ -115,14 +103,12 @@ def test_a_profile_of_ones_own_gives_the_step_times(tmp_path: Path) -> None:
             ":21: rollouts.environment: 'alfwrld'; it should be 'frozen_lake'",
         ),
         (("{environment: alfworld}", "{}"), ":21: rollouts: give either environment or sessions"),
-        (("slack_share: 0.25", "slack_share: 2"), ":12: cluster.serving.guest.slack_share: 2; it"),
         (("card: h100}, kv", "cards: 2}, kv"), ":9: cluster.serving: guest.engine.cards is 2; its"),
         (
             ("slack_share: 0.4", "slackshare: 0.4"),
             ":23: options.slackshare: there is no option 'sl",
         ),
         (("rose-7b", "rose-8b"), ":11: cluster.serving.slo.preset: there is no 'rose-8b'; did"),
-        (("{preset: rose-7b}", "{ttft: 1}"), ":11: cluster.serving.slo.ttft: unknown key; did you"),
         (("{preset: rose-7b}", "{ttft_s: -1, tpot_s: 1}"), ":11: cluster.serving.slo: ttft_s of"),
         (("name: mine", "name: mine\nname: x"), ":2: the file: it cannot be read: the key name is"),
         (("name: mine", "[mine]: 1"), ":1: the file: a key is no text"),
@@ -130,19 +116,10 @@ def test_a_profile_of_ones_own_gives_the_step_times(tmp_path: Path) -> None:
             ("name: mine", "setup: frozen_lake"),
             ":1: setup: there is no 'frozen_lake'; did you mean",
         ),
-        (("kv_base_tokens: 20000", "kv_base_tokens: 1.5"), "kv_base_tokens: 1.5; it should be"),
         (("cluster:", "cluster: ["), ":5: the file: it cannot be read: expected"),
         (
             ("azure: conversation", "trace: none.csv"),
             ":22: traffic: give azure with requests_per_s",
-        ),
-        (
-            ("azure: conversation, requests_per_s: 2", "trace: t, speed: 0"),
-            ":22: traffic.speed: 0; it",
-        ),
-        (
-            ("requests_per_s: 2", "requests_per_s: 0"),
-            ":22: traffic.requests_per_s: 0; it should be",
         ),
     ],
 )
@@ -211,16 +188,15 @@ def test_a_sweep_around_says_which_constants_matter(
 
 
 def test_a_scaled_set_up_leaves_each_card_its_work() -> None:
-    whole, quarter = (setup_scenario("alfworld-32b", scale=x) for x in (1.0, 0.25))
-    assert (whole.trainer.batch, quarter.trainer.batch) == (1_024, 256)
-    assert whole.cluster.serving is not None
-    assert quarter.cluster.serving is not None
-    for big, small in (
-        (whole.cluster.dedicated.replicas, quarter.cluster.dedicated.replicas),
-        (whole.cluster.training_cards, quarter.cluster.training_cards),
-        (whole.cluster.serving.hosts, quarter.cluster.serving.hosts),
-    ):
-        assert big == 4 * small
+    def sizes(scale: float) -> tuple[int, ...]:
+        scenario = setup_scenario("alfworld-32b", scale=scale)
+        cluster = scenario.cluster
+        assert cluster.serving is not None
+        cards = cluster.dedicated.replicas, cluster.training_cards, cluster.serving.hosts
+        return (scenario.trainer.batch, *cards)
+
+    assert sizes(1.0) == tuple(4 * each for each in sizes(0.25))
+    assert sizes(1.0)[0] == 1_024
 
 
 def test_wrong_words_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

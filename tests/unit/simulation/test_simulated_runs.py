@@ -3,11 +3,11 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,7 +42,6 @@ from rose.simulation.results import (
     StepResult,
     UserLatencies,
     UseSlice,
-    percentiles,
 )
 from rose.simulation.run import Simulation, run_all
 from rose.simulation.tables import longest_alone_s, most_gain
@@ -60,19 +59,18 @@ def results() -> dict[str, RunResult]:
     return {policy: run(small(), policy) for policy in POLICIES}
 
 
-def test_every_policy_trains_its_steps_on_whole_batches(results: dict[str, RunResult]) -> None:
+def test_every_policy_trains_whole_batches_of_the_same_episodes_step_by_step(
+    results: dict[str, RunResult],
+) -> None:
     for policy, result in results.items():
         assert [step.number for step in result.steps] == [0, 1], policy
-        assert all(step.trajectories == 8 for step in result.steps), policy
         assert result.tokens_per_s > 0, policy
-
-
-def test_a_step_is_its_parts_and_steps_follow_each_other(results: dict[str, RunResult]) -> None:
-    for result in results.values():
         for step in result.steps:
+            assert step.trajectories == 8, policy
             parts_s = step.rollout_s + step.train_s + step.sync_s
             assert parts_s == pytest.approx(step.ended_s - step.started_s)
         assert result.steps[0].ended_s == result.steps[1].started_s
+    assert len({result.steps[0].total_tokens for result in results.values()}) == 1
 
 
 def test_a_seed_has_one_history_and_another_seed_another(results: dict[str, RunResult]) -> None:
@@ -80,7 +78,7 @@ def test_a_seed_has_one_history_and_another_seed_another(results: dict[str, RunR
     assert run(small(), "rose", seed=1).to_json() != results["rose"].to_json()
 
 
-@pytest.mark.parametrize("policy", ["fixed", "libra", "rose"])
+@pytest.mark.parametrize("policy", ["libra", "rose"])
 def test_steps_taken_as_one_event_make_the_same_history(
     policy: str, results: dict[str, RunResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,45 +98,18 @@ def test_no_policy_is_done_before_its_longest_episode_alone(
         for step, longest_s in zip(result.steps, alone, strict=True):
             assert 0 < longest_s <= step.rollout_s, policy
         assert most_gain(result.steps, alone) >= 1, policy
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
+    # A batch that need not be whole has no longest episode.
+    for changes in (
         {"algorithm": Algorithm.DAPO, "over_sampling": 1.0},
         {"max_staleness": 1},
         {"tail_batching": True},
-    ],
-)
-def test_a_batch_that_need_not_be_whole_has_no_longest_episode(changes: dict[str, Any]) -> None:
-    assert longest_alone_s(small(**changes), 0, 0) == 0
-
-
-def test_rounds_for_the_tail_are_an_option_of_every_policy() -> None:
-    scenario = small(steps=1)
-    plain, tails = (run(scenario, "fixed", options={"tail_batching": x}) for x in (0.0, 1.0))
-    assert plain.counts["buffer_deferred"] == 0 < tails.counts["buffer_deferred"]
-
-
-def test_every_policy_is_given_the_same_episodes(results: dict[str, RunResult]) -> None:
-    tokens = {result.steps[0].total_tokens for result in results.values()}
-    assert len(tokens) == 1
+    ):
+        assert longest_alone_s(small(**changes), 0, 0) == 0
 
 
 def test_no_figure_is_other_than_finite(results: dict[str, RunResult]) -> None:
-    def figures(value: Any) -> Iterator[float]:
-        if isinstance(value, dict):
-            value = list(value.values())
-        if isinstance(value, list):
-            for each in value:
-                yield from figures(each)
-        elif isinstance(value, float):
-            yield value
-
     for result in results.values():
-        found = list(figures(json.loads(result.to_json())))
-        assert found
-        assert all(map(math.isfinite, found))
+        json.loads(result.to_json(), parse_constant=pytest.fail)
         for use in result.use:
             assert all(0 <= share <= 1.001 for share in (use.host, use.guest, use.dedicated))
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -231,10 +202,12 @@ def test_tokens_are_never_older_than_the_trainer_allows() -> None:
     assert stale.steps[-1].ended_s < synchronous.steps[-1].ended_s
 
 
-def test_rounds_of_the_tail_train_whole_batches() -> None:
+def test_rounds_of_the_tail_train_whole_batches_under_every_policy() -> None:
     result = run(small(tail_batching=True, steps=3, groups=4), "rose")
     assert [step.trajectories for step in result.steps] == [16, 16, 16]
-    assert result.counts["buffer_deferred"] > 0
+    plain, tails = (run(small(steps=1), "fixed", options={"tail_batching": x}) for x in (0.0, 1.0))
+    assert plain.counts["buffer_deferred"] == 0
+    assert min(tails.counts["buffer_deferred"], result.counts["buffer_deferred"]) > 0
 
 
 def test_a_dapo_trainer_drops_groups_that_teach_nothing() -> None:
@@ -318,51 +291,24 @@ def test_what_cannot_be_is_refused() -> None:
         small(hosts=0, replicas=0)
 
 
-def test_percentiles_of_nothing_are_zero() -> None:
-    assert percentiles([]).p99 == 0
-    assert (percentiles([1.0, 2.0, 3.0]).p50, percentiles([1.0]).p99) == (2.0, 1.0)
-
-
-class StandinRay(ModuleType):
-    """Ray as far as it is asked: tasks run when they are waited for."""
-
-    def __init__(self) -> None:
-        super().__init__("ray")
-        self.__spec__ = ModuleSpec("ray", None)
-        self.began: list[Any] = []
-        self.ended = 0
-
-    def is_initialized(self) -> bool:
-        return False
-
-    def init(self, address: str | None, log_to_driver: bool) -> None:
-        self.began.append(address)
-
-    def remote(self, **_: int) -> Any:
-        def task(call: Any) -> Any:
-            remote = ModuleType("task")
-            remote.remote = lambda *args: lambda: call(*args)  # type: ignore[attr-defined]
-            return remote
-
-        return task
-
-    def get(self, waiting: Any) -> Any:
-        return waiting()
-
-    def shutdown(self) -> None:
-        self.ended += 1
-
-
 def asked() -> list[SimulatedRun]:
     return [SimulatedRun(small(steps=1), policy, 2) for policy in ("fixed", "rose")]
 
 
 def test_ray_runs_them_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = StandinRay()
+    """A stand-in for Ray, whose tasks run when they are waited for."""
+    began: list[Any] = []
+    ray = SimpleNamespace(
+        __spec__=ModuleSpec("ray", None),
+        is_initialized=lambda: False,
+        init=lambda address, log_to_driver: began.append(address),
+        remote=lambda **_: lambda call: SimpleNamespace(remote=lambda *args: partial(call, *args)),
+        get=lambda waiting: waiting(),
+        shutdown=lambda: began.append("over"),
+    )
     monkeypatch.setitem(sys.modules, "ray", ray)
-    results = list(run_all(asked(), ray_address="local"))
-    assert results == [carry_out(each) for each in asked()]
-    assert (ray.began, ray.ended) == ([None], 1)
+    assert list(run_all(asked(), ray_address="local")) == [carry_out(each) for each in asked()]
+    assert began == [None, "over"]
 
 
 def test_ray_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
