@@ -16,9 +16,10 @@ import re
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
@@ -488,6 +489,25 @@ async def block(
         for task in tasks:
             task.cancel()
     return turns
+
+
+async def alternate(
+    arms: Sequence[str], rounds: int, play: Callable[[str], Awaitable[dict[str, Any]]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the figures of each arm's blocks, which are played by turns, back and forth."""
+    found: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    for number in range(rounds):
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            found[arm].append(await play(arm))
+    return found
+
+
+def added(
+    above: Sequence[Mapping[str, Any]], below: Sequence[Mapping[str, Any]], name: str, digits: int
+) -> float:
+    """Return the median, over pairs of blocks, of a figure's difference."""
+    pairs = zip(above, below, strict=True)
+    return round(float(median(one[name] - other[name] for one, other in pairs)), digits)
 
 
 class Generator(BenchProcess):

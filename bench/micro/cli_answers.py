@@ -10,7 +10,6 @@ and imports nothing says what of it no command can help. Exit code 1 when one th
 takes longer than a second at best (`rose top` waits one between its two frames), or any fails.
 """
 
-import argparse
 import asyncio
 import os
 import random
@@ -20,11 +19,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-import msgspec
-
-from bench.common.report import machine, put
+from bench.common.report import parser_of, put_judged
 from bench.micro.stop_all import stoppable_fleet
 from rose.cli.cluster.top import ONCE_S
 from slo import percentile
@@ -50,86 +47,69 @@ OFFLINE: Final[Mapping[str, tuple[str, ...]]] = {
 }
 
 
-class CommandTimes(msgspec.Struct, frozen=True):
-    """One command, over all rounds."""
-
-    command: str
-    least_s: float
-    p50_s: float
-    p95_s: float
-    cpu_s: float
-    bytes: int
-    failed: int
-
-    @property
-    def good(self) -> bool:
-        """True if it is quick enough for an operator, and never fails."""
-        most_s = MOST_S + (ONCE_S if self.command == TOP else 0.0)
-        return self.failed == 0 and (self.least_s <= most_s or self.command in OFFLINE)
-
-
-class _Times:
-    """Times of one command so far."""
+class CommandTimes:
+    """Times of one command over all rounds so far."""
 
     def __init__(self) -> None:
         self.took_s: list[float] = []
         self.cpu_s: list[float] = []
         self.bytes = self.failed = 0
 
-    def answer(self, command: str) -> CommandTimes:
+    def run(self, words: Sequence[str]) -> None:
+        """Run the command once more."""
+        began_s = time.monotonic()
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # noqa: S603
+        assert process.stdout is not None
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        self.took_s.append(time.monotonic() - began_s)
+        self.cpu_s.append(usage.ru_utime + usage.ru_stime)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        self.bytes = max(self.bytes, len(output))
+        self.failed += process.returncode != 0
+
+    def row(self, command: str) -> dict[str, Any]:
         p50_s, p95_s = (round(percentile(self.took_s, at), 3) for at in (0.5, 0.95))
-        cpu_s = round(percentile(self.cpu_s, 0.5), 3)
-        least_s = round(min(self.took_s), 3)
-        return CommandTimes(command, least_s, p50_s, p95_s, cpu_s, self.bytes, self.failed)
+        return {
+            "command": command,
+            "least_s": round(min(self.took_s), 3),
+            "p50_s": p50_s,
+            "p95_s": p95_s,
+            "cpu_s": round(percentile(self.cpu_s, 0.5), 3),
+            "bytes": self.bytes,
+            "failed": self.failed,
+        }
 
 
-async def measure(nodes: int, rounds: int, folder: Path) -> list[CommandTimes]:
-    """Return an answer for each command. Raises UnavailableError where the fleet fails."""
+def good(row: Mapping[str, Any]) -> bool:
+    """Return True if the command is quick enough for an operator, and never fails."""
+    most_s = MOST_S + (ONCE_S if row["command"] == TOP else 0.0)
+    return not row["failed"] and (row["least_s"] <= most_s or row["command"] in OFFLINE)
+
+
+async def measure(nodes: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
+    """Return a row for each command. Raises UnavailableError where the fleet fails."""
     dice = random.Random(0)  # noqa: S311 - a load, not a secret
     async with stoppable_fleet(nodes, folder, dice) as (address, _, _):
         rose = (sys.executable, "-m", "rose.cli")
         commands = {name: (*rose, *words) for name, words in OFFLINE.items()}
         asking = {name: (*rose, *words, "--scheduler", address) for name, words in VERBS.items()}
         commands |= {**asking, NOTHING: (sys.executable, "-c", "pass")}
-        times = {name: _Times() for name in commands}
+        times = {name: CommandTimes() for name in commands}
         for _ in range(rounds):
             for name in dice.sample(sorted(commands), len(commands)):
-                await asyncio.to_thread(_run, commands[name], times[name])
-    return [found.answer(name) for name, found in times.items()]
-
-
-def _run(words: Sequence[str], times: _Times) -> None:
-    began_s = time.monotonic()
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # noqa: S603
-    assert process.stdout is not None
-    output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    times.took_s.append(time.monotonic() - began_s)
-    times.cpu_s.append(usage.ru_utime + usage.ru_stime)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    times.bytes = max(times.bytes, len(output))
-    times.failed += process.returncode != 0
+                await asyncio.to_thread(times[name].run, commands[name])
+    return [found.row(name) for name, found in times.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return 1 if a command is too slow or fails."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--nodes", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(argv)
+    args = parser_of(__doc__, "bench.micro.cli_answers", nodes=100, rounds=9).parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="rose-cli-") as folder:
         rows = asyncio.run(measure(args.nodes, args.rounds, Path(folder)))
-    found = {
-        "machine": machine(),
-        "nodes": args.nodes,
-        "rounds": args.rounds,
-        "most_s": MOST_S,
-        "good": all(row.good for row in rows),
-        "answers": rows,
-    }
-    put(found, args.out)
-    return 0 if found["good"] else 1
+    held = all(map(good, rows))
+    settings = {"nodes": args.nodes, "rounds": args.rounds, "most_s": MOST_S}
+    return put_judged({**settings, "good": held, "answers": rows}, args.out, good=held)
 
 
 if __name__ == "__main__":

@@ -22,20 +22,18 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
-from typing import Final
+from typing import Any, Final
 
-import msgspec
 import uvloop
 
 from bench.common.processes import BenchProcess, ProcessFleet, cores, python
-from bench.common.report import machine, put, reported
+from bench.common.report import parser_of, put_judged, reported
 from bench.common.stats import rounded
 from bench.load.standin import StandInEngine
-from bench.load.streams import REPLICA, Stream, block
+from bench.load.streams import REPLICA, Stream, added, alternate, block
 from rose.addresses import free_ports
 from rose.errors import EngineStartError
 from rose.gateway.backends.http_pool import ClusterTls
@@ -53,44 +51,22 @@ LOADS: Final = ((1, 0.02), (64, 0.1), (2_000, 1.0))
 PIECES: Final = 10
 PIECE_TOKENS: Final = 8
 PROMPT: Final = list(range(1_000, 1_512))
-STRAIGHT, PROXIED = "straight", "proxied"
+STRAIGHT, PROXIED = ARMS = "straight", "proxied"
+SHARES: Final = {
+    "in": {"p50": 0.5, "p99": 0.99},
+    "out": {"p50": 0.5, "p99": 0.99},
+    "gap": {"p50": 0.5, "p999": 0.999, "max": 1.0},
+}
 SPREAD_S: Final = 1.0
 HANDSHAKES_A_S: Final = 100
 TICK_S: Final = 0.02
 
 
-class ProxyBlock(msgspec.Struct, frozen=True):
-    """One block of one arm, in milliseconds: a turn's way in, a piece's way out, a guard's gap."""
-
-    turns: int
-    pieces: int
-    in_p50_ms: float
-    in_p99_ms: float
-    out_p50_ms: float
-    out_p99_ms: float
-    gap_p50_ms: float
-    gap_p999_ms: float
-    gap_max_ms: float
-    proxy_core: float
-
-
-class ProxyLoad(msgspec.Struct, frozen=True):
-    """All blocks of one number of streams, and what the proxy added by the median of pairs."""
-
-    streams: int
-    piece_every_s: float
-    added_in_p50_ms: float
-    added_out_p50_ms: float
-    added_gap_p999_ms: float
-    straight: list[ProxyBlock]
-    proxied: list[ProxyBlock]
-
-    @property
-    def good(self) -> bool:
-        """True if it keeps the promise for so many streams."""
-        if self.streams > FEW:
-            return self.added_gap_p999_ms <= MOST_GAP_MS
-        return max(self.added_in_p50_ms, self.added_out_p50_ms) <= MOST_ADDED_MS
+def good(load: Mapping[str, Any]) -> bool:
+    """Return True if the proxy keeps the promise for so many streams."""
+    if load["streams"] > FEW:
+        return bool(load["added_gap_p999_ms"] <= MOST_GAP_MS)
+    return bool(max(load["added_in_p50_ms"], load["added_out_p50_ms"]) <= MOST_ADDED_MS)
 
 
 def tick() -> int:
@@ -141,33 +117,25 @@ class ProxyBench(ProcessFleet):
             STRAIGHT: f"http://127.0.0.1:{port}",
             PROXIED: f"https://127.0.0.1:{proxy_port}/engine",
         }
-        self._streams: dict[str, list[Stream]] = {STRAIGHT: [], PROXIED: []}
+        self._streams: dict[str, list[Stream]] = {name: [] for name in ARMS}
 
-    async def load(self, streams: int, gap_s: float, rounds: int, seconds: float) -> ProxyLoad:
+    async def load(self, streams: int, gap_s: float, rounds: int, seconds: float) -> dict[str, Any]:
         """Measure one load, after a block of each arm that makes connections and counts nothing."""
         await asyncio.to_thread(self._engine.pace, gap_s, gap_s, PIECE_TOKENS)
-        for name in (STRAIGHT, PROXIED):
+        for name in ARMS:
             # Handshakes are a millisecond or two each, on either side.
             await self._half(name, streams, 0.0, streams / HANDSHAKES_A_S)
-        found: dict[str, list[ProxyBlock]] = {STRAIGHT: [], PROXIED: []}
-        for number in range(rounds):
-            order = (STRAIGHT, PROXIED) if number % 2 == 0 else (PROXIED, STRAIGHT)
-            for name in order:
-                found[name].append(await self._half(name, streams, seconds))
-        pairs = list(zip(found[STRAIGHT], found[PROXIED], strict=True))
-        return ProxyLoad(
-            streams,
-            gap_s,
-            round(median(b.in_p50_ms - a.in_p50_ms for a, b in pairs), 3),
-            round(median(b.out_p50_ms - a.out_p50_ms for a, b in pairs), 3),
-            round(median(b.gap_p999_ms - a.gap_p999_ms for a, b in pairs), 3),
-            found[STRAIGHT],
-            found[PROXIED],
-        )
+        found = await alternate(ARMS, rounds, lambda name: self._half(name, streams, seconds))
+        differences = {
+            f"added_{name}_ms": added(found[PROXIED], found[STRAIGHT], f"{name}_ms", 3)
+            for name in ("in_p50", "out_p50", "gap_p999")
+        }
+        return {"streams": streams, "piece_every_s": gap_s, **differences, **found}
 
     async def _half(
         self, name: str, streams: int, seconds: float, spread_s: float = SPREAD_S
-    ) -> ProxyBlock:
+    ) -> dict[str, Any]:
+        """Return milliseconds of a turn's way in, a piece's way out and a guard's gap."""
         await asyncio.to_thread(self._guard.ask, b"")
         began_s, before = time.monotonic(), self._proxy.cpu_use()
         path = "/engine" + REPLICA.path if name == PROXIED else REPLICA.path
@@ -181,24 +149,14 @@ class ProxyBench(ProcessFleet):
         until_s = time.monotonic() + seconds
         turns = await block(kept[:streams], request, until_s, spread_s)
         ran_s, _ = self._proxy.cpu_use().share_since(before, time.monotonic() - began_s)
-        into = [turn.into_s for turn in turns]
         out = [way_s for turn in turns for _, way_s in turn.chunks]
-        gaps = json.loads(await asyncio.to_thread(self._guard.ask, b""))
-        in_p50, in_p99 = rounded(into, 0.5, 0.99, scale=1e3)
-        out_p50, out_p99 = rounded(out, 0.5, 0.99, scale=1e3)
-        gap_p50, gap_p999, gap_max = rounded(gaps, 0.5, 0.999, 1.0, scale=1e3)
-        return ProxyBlock(
-            turns=len(turns),
-            pieces=len(out),
-            in_p50_ms=in_p50,
-            in_p99_ms=in_p99,
-            out_p50_ms=out_p50,
-            out_p99_ms=out_p99,
-            gap_p50_ms=gap_p50,
-            gap_p999_ms=gap_p999,
-            gap_max_ms=gap_max,
-            proxy_core=round(ran_s, 3),
-        )
+        times_s = {"in": [turn.into_s for turn in turns], "out": out}
+        times_s["gap"] = json.loads(await asyncio.to_thread(self._guard.ask, b""))
+        found: dict[str, Any] = {"turns": len(turns), "pieces": len(out)}
+        for what, shares in SHARES.items():
+            values = rounded(times_s[what], *shares.values(), scale=1e3)
+            found |= {f"{what}_{name}_ms": v for name, v in zip(shares, values, strict=True)}
+        return found | {"proxy_core": round(ran_s, 3)}
 
     def close(self) -> None:
         for streams in self._streams.values():
@@ -207,7 +165,7 @@ class ProxyBench(ProcessFleet):
         super().close()
 
 
-async def measure(rounds: int, seconds: float) -> list[ProxyLoad]:
+async def measure(rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Measure all loads. Raises EngineStartError."""
     raise_descriptor_limit()
     with (
@@ -219,28 +177,18 @@ async def measure(rounds: int, seconds: float) -> list[ProxyLoad]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, and return 1 if the promise does not hold."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6, help="pairs of blocks")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each block")
-    parser.add_argument("--out", type=Path)
+    parser = parser_of(__doc__, "bench.micro.proxy", rounds=6, seconds=8.0)
     parser.add_argument("--tick", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.tick:
-        return tick()
-    return reported("proxy", lambda: _run(args))
 
+    def run() -> int:
+        # A gateway runs on this loop, too.
+        loads = uvloop.run(measure(args.rounds, args.seconds))
+        held = all(map(good, loads))
+        found = {"most_added_ms": MOST_ADDED_MS, "good": held, "loads": loads}
+        return put_judged(found, args.out, good=held)
 
-def _run(args: argparse.Namespace) -> int:
-    # A gateway runs on this loop, too.
-    loads = uvloop.run(measure(args.rounds, args.seconds))
-    found = {
-        "machine": machine(),
-        "most_added_ms": MOST_ADDED_MS,
-        "good": all(load.good for load in loads),
-        "loads": loads,
-    }
-    put(found, args.out)
-    return 0 if found["good"] else 1
+    return tick() if args.tick else reported("proxy", run)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ sends spans to a collector, a second stand-in. Blocks alternate; added is the me
 the difference to the arm without.
 """
 
-import argparse
 import asyncio
 import os
 import secrets
@@ -21,14 +20,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Final
-
-import msgspec
+from typing import Any, Final
 
 from bench.common.processes import BenchProcess, ProcessFleet, cores, gateway_command
-from bench.common.report import machine, put
+from bench.common.report import parser_of, put_judged
 from bench.load.standin import StandInEngine
-from bench.load.streams import TOKEN_STREAM, Stream, block
+from bench.load.streams import TOKEN_STREAM, Stream, added, alternate, block
 from rose.addresses import free_ports
 
 STREAMS: Final = 8
@@ -36,25 +33,6 @@ PIECES: Final = 2
 PIECE_TOKENS: Final = 8
 PROMPT: Final = list(range(1_000, 1_128))
 WITHOUT, UNRECORDED, RECORDED, SPANS = "no trace", "a trace", "a recorded trace", "spans"
-
-
-class TracingBlock(msgspec.Struct, frozen=True):
-    """One block of one arm."""
-
-    turns: int
-    turns_a_s: float
-    cpu_us: float
-    p50_ms: float
-
-
-class TracingArm(msgspec.Struct, frozen=True):
-    """All blocks of one arm; added: to the arm without a trace, of the gateway's processor."""
-
-    name: str
-    cpu_us: float
-    added_us: float
-    added_share: float
-    blocks: list[TracingBlock]
 
 
 def trace_of(arm: str) -> bytes:
@@ -97,7 +75,7 @@ class TracingBench(ProcessFleet):
                 self._gateways[arm] = gateway, url
         os.sched_setaffinity(0, placed["generator"])
 
-    async def block(self, arm: str, seconds: float) -> TracingBlock:
+    async def block(self, arm: str, seconds: float) -> dict[str, Any]:
         """Measure turns of one arm, one after the other on each stream."""
         gateway, url = self._gateways[arm]
         streams = [Stream(url, TOKEN_STREAM) for _ in range(STREAMS)]
@@ -113,53 +91,35 @@ class TracingBench(ProcessFleet):
             for stream in streams:
                 stream.caller.hang_up()
         spent_s, ran_s = time.monotonic() - began_s, gateway.cpu_use().ran_s - before_s
-        return TracingBlock(
-            len(turns),
-            round(len(turns) / spent_s, 1),
-            round(1e6 * ran_s / len(turns), 1),
-            round(1e3 * median(turn.ended_s - turn.sent_s for turn in turns), 3),
-        )
+        return {
+            "turns": len(turns),
+            "turns_a_s": round(len(turns) / spent_s, 1),
+            "cpu_us": round(1e6 * ran_s / len(turns), 1),
+            "p50_ms": round(1e3 * median(turn.ended_s - turn.sent_s for turn in turns), 3),
+        }
 
 
-async def measure(rounds: int, seconds: float) -> list[TracingArm]:
+async def measure(rounds: int, seconds: float) -> list[dict[str, Any]]:
     """Measure all arms. Raises EngineStartError."""
     prefix = "rose-tracing-"
     with tempfile.TemporaryDirectory(prefix=prefix) as folder, TracingBench(Path(folder)) as bench:
-        found: dict[str, list[TracingBlock]] = {arm: [] for arm in bench.arms}
         for arm in bench.arms:
             await bench.block(arm, seconds / 4)
-        for number in range(rounds):
-            for arm in bench.arms if number % 2 == 0 else reversed(bench.arms):
-                found[arm].append(await bench.block(arm, seconds))
-    return [_arm(name, blocks, found[WITHOUT]) for name, blocks in found.items()]
-
-
-def _arm(name: str, blocks: list[TracingBlock], without: Sequence[TracingBlock]) -> TracingArm:
-    added_us = median(a.cpu_us - b.cpu_us for a, b in zip(blocks, without, strict=True))
-    base_us = median(block.cpu_us for block in without)
-    return TracingArm(
-        name,
-        round(median(block.cpu_us for block in blocks), 1),
-        round(added_us, 1),
-        round(added_us / base_us, 4),
-        blocks,
-    )
+        found = await alternate(bench.arms, rounds, lambda arm: bench.block(arm, seconds))
+    base_us = median(block["cpu_us"] for block in found[WITHOUT])
+    rows = []
+    for name, blocks in found.items():
+        added_us = added(blocks, found[WITHOUT], "cpu_us", 1)
+        row = {"name": name, "cpu_us": round(median(block["cpu_us"] for block in blocks), 1)}
+        row |= {"added_us": added_us, "added_share": round(added_us / base_us, 4)}
+        rows.append(row | {"blocks": blocks})
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each block")
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args(argv)
+    args = parser_of(__doc__, "bench.micro.tracing", rounds=6, seconds=5.0).parse_args(argv)
     arms = asyncio.run(measure(args.rounds, args.seconds))
-    found = {
-        "machine": machine(),
-        "streams": STREAMS,
-        "arms": arms,
-    }
-    put(found, args.out)
-    return 0
+    return put_judged({"streams": STREAMS, "arms": arms}, args.out, good=True)
 
 
 if __name__ == "__main__":

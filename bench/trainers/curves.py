@@ -12,11 +12,9 @@ does not work.
 
 import json
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -27,12 +25,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from bench.common.checks import text_table
-from bench.common.processes import ROOT
-from bench.common.report import OUT, machine, parser_of, put, reported, say
-from bench.trainers.policy import CHATML, save_policy
-from bench.trainers.stack import RUN_S, TrainerStack, run_program
-from bench.trainers.verl_run import VerlRun
-from rose.errors import ConfigError, EngineStartError
+from bench.common.report import DPI, OUT, machine, parser_of, put, reported, say
+from bench.trainers.engines import thirds
+from bench.trainers.policy import save_policy
+from bench.trainers.stack import TrainerStack, save_trl_policy, train_trl, trainer_python
+from bench.trainers.verl_run import train_verl
 
 PROG = "bench.trainers.curves"
 
@@ -63,8 +60,7 @@ class Curve:
     @property
     def thirds(self) -> tuple[float, float]:
         """Mean reward of the first third of the steps, and of the last."""
-        third = max(1, len(self.rewards) // 3)
-        return fmean(self.rewards[:third]), fmean(self.rewards[-third:])
+        return thirds(self.rewards)
 
     @property
     def rose(self) -> bool:
@@ -128,64 +124,32 @@ def curve(seed: int, steps: Sequence[Mapping[str, Any]], reward: str) -> Curve:
     )
 
 
-@contextmanager
-def _fleet(way: str, folder: Path) -> Iterator[tuple[TrainerStack, Path]]:
-    """Give a fleet ready for trainers of that way, and the interpreter of such trainers."""
-    trainer = way.split("-")[0]
-    python = ROOT / f".venv-{trainer}" / "bin" / "python"
-    if not python.exists():
-        raise ConfigError(f"there is no {python}; make it: scripts/trainer-env {trainer}")
-    template = CHATML
-    if trainer == "trl":
-        # TRL works with templates that it knows.
-        packages = python.parents[1].glob("lib/*/site-packages/trl/chat_templates")
-        template = (next(packages) / "qwen2_5.jinja").read_text(encoding="utf-8")
-    with TrainerStack(folder / "fleet", save_policy(folder / "model", template)) as stack:
-        stack.wait_ready()
-        yield stack, python
-
-
-def _trl(
-    mode: str, seed: int, steps: int, folder: Path, stack: TrainerStack, python: Path
-) -> Curve:
-    argv = [str(python), "-m", "bench.trainers.trl_run", mode, f"--model={stack.model}"]
-    argv += [f"--seed={seed}", f"--steps={steps}", f"--folder={folder / 'saved'}"]
-    environ = stack.environ(root=folder / "published", take_over=True)
-    run_program([*argv, f"--out={folder / 'out'}"], folder, environ)
-    rows = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
-    return curve(seed, [row for row in rows if "step" in row], "reward")
-
-
-def _verl(
-    mode: str, seed: int, steps: int, folder: Path, stack: TrainerStack, python: Path
-) -> Curve:
-    environ = {"STEPS": str(steps), "MODE": mode, "SEED": str(seed)}
-    # A run of its own, on replicas that served the one before.
-    environ |= {"ROSE_ROOT": str(folder / "published"), "ROSE_TAKE_OVER": "1"}
-    with VerlRun(stack, python, folder, **environ) as run:
-        figures = run.finished(RUN_S)
-    return curve(seed, [figures[number] for number in sorted(figures)], "critic/score/mean")
-
-
-TRAINS = {"trl": _trl, "verl": _verl}
-
-
 def train(way: str, seeds: Sequence[int], steps: int, out: Path) -> None:
-    """Train a way with each seed, and keep each in its record."""
+    """Train a way with each seed, on one fleet, and keep each in its record."""
     trainer, mode = way.split("-")
-    with (
-        tempfile.TemporaryDirectory(prefix="rose-curves-") as name,
-        _fleet(way, Path(name)) as (stack, python),
-    ):
-        for seed in seeds:
-            folder = Path(name) / f"seed-{seed}"
-            folder.mkdir()
-            made = TRAINS[trainer](mode, seed, steps, folder, stack, python)
-            record = CurveRecord.load(out, way)
-            record.curves[seed] = made
-            record.save(out)
-            first, last = made.thirds
-            say("curves", f"{way}, seed {seed}: {first:.3f} to {last:.3f}")
+    python = trainer_python(trainer)
+    with tempfile.TemporaryDirectory(prefix="rose-curves-") as name:
+        root = Path(name)
+        model = root / "model"
+        save_trl_policy(model, python) if trainer == "trl" else save_policy(model)
+        with TrainerStack(root / "fleet", model) as stack:
+            stack.wait_ready()
+            for seed in seeds:
+                folder = root / f"seed-{seed}"
+                if trainer == "trl":
+                    environ = stack.environ(root=root / f"published-{seed}", take_over=True)
+                    options = {"model": stack.model, "seed": seed, "steps": steps}
+                    made = curve(
+                        seed, train_trl(python, folder, environ, mode, **options), "reward"
+                    )
+                else:
+                    rows = train_verl(stack, python, folder, mode, seed, steps)
+                    made = curve(seed, rows, "critic/score/mean")
+                record = CurveRecord.load(out, way)
+                record.curves[seed] = made
+                record.save(out)
+                first, last = made.thirds
+                say("curves", f"{way}, seed {seed}: {first:.3f} to {last:.3f}")
 
 
 def table(records: Sequence[CurveRecord]) -> str:
@@ -226,10 +190,8 @@ def draw(records: Sequence[CurveRecord]) -> Figure:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, then draw all that is there."""
-    parser = parser_of(__doc__, PROG)
+    parser = parser_of(__doc__, PROG, OUT / "trainers", seeds=3)
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(STEPS))
-    parser.add_argument("--out", type=Path, default=OUT / "trainers", metavar="DIR")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds 0 to this")
     parser.add_argument("--seed", type=int, help="that one alone")
     parser.add_argument("--steps", type=int, help="instead of each way's own number")
     args = parser.parse_args(argv)
@@ -240,15 +202,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     def run() -> int:
-        try:
-            for way in args.ways:
-                train(way, seeds, args.steps or STEPS[way], args.out.absolute())
-        except subprocess.TimeoutExpired as error:
-            raise EngineStartError(str(error)) from error
+        for way in args.ways:
+            train(way, seeds, args.steps or STEPS[way], args.out.absolute())
         records = [CurveRecord.load(args.out, way) for way in STEPS]
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / "curves.txt").write_text(table(records), encoding="utf-8")
-        draw(records).savefig(args.out / "curves.png", dpi=130)
+        draw(records).savefig(args.out / "curves.png", dpi=DPI)
         sys.stdout.write(table(records))
         judged = [each for each in records if each.way in (args.ways or STEPS)]
         return int(not all(each.holds(len(seeds)) for each in judged))

@@ -7,6 +7,7 @@ measurements on them stand here too.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Self
 
 from bench.common.report import OUT, parser_of
@@ -94,9 +95,14 @@ def ratio_text(ratio: Estimate) -> str:
     return f"{ratio.value:.2f} ({ratio.ci95[0]:.2f} to {ratio.ci95[1]:.2f})"
 
 
-def measuring_parser(doc: str | None, prog: str) -> argparse.ArgumentParser:
-    """Return a parser with `--out` and `--unpacked`."""
-    parser = parser_of(doc, prog)
-    parser.add_argument("--out", type=Path, default=OUT / "trainers", metavar="DIR")
+def thirds(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means of the first third of the values and of the last."""
+    third = max(1, len(values) // 3)
+    return fmean(values[:third]), fmean(values[-third:])
+
+
+def measuring_parser(doc: str | None, prog: str, **numbers: float) -> argparse.ArgumentParser:
+    """Return a parser with `--out`, `--unpacked` and the numbers."""
+    parser = parser_of(doc, prog, OUT / "trainers", **numbers)
     parser.add_argument("--unpacked", action="store_true", help=UNPACKED)
     return parser

@@ -27,9 +27,10 @@ import msgspec
 import psutil
 
 from bench.common.processes import ROOT, STOP_S, BenchProcess, ProcessFleet, python
+from bench.trainers.policy import save_policy
 from rose.addresses import free_ports
 from rose.contract.gateway import VERSIONS, Versions
-from rose.errors import EngineStartError
+from rose.errors import ConfigError, EngineStartError
 from rose.integrations import TrainerSettings
 from rose.integrations.settings import PREFIX
 from weight_transfer import SigningKey
@@ -50,25 +51,49 @@ def rose_process(name: str, argv: Sequence[str], log: Path) -> BenchProcess:
     return BenchProcess(name, python("rose.cli", *argv), log, env={**QUIET, "PYTHONPATH": path})
 
 
-def run_program(argv: Sequence[str], folder: Path, environ: Mapping[str, str]) -> None:
-    """Run a trainer's program in a folder, without GPUs; its output goes to `log` there.
+def trainer_python(trainer: str) -> Path:
+    """Return the interpreter of a trainer's environment. Raises ConfigError without one."""
+    python = ROOT / f".venv-{trainer}" / "bin" / "python"
+    if not python.exists():
+        raise ConfigError(f"there is no {python}; make it: scripts/trainer-env {trainer}")
+    return python
 
-    Raises EngineStartError when it fails, subprocess.TimeoutExpired after RUN_S seconds.
+
+def save_trl_policy(folder: Path, python: Path) -> Path:
+    """Save a policy whose chat template is one that TRL knows."""
+    (template,) = python.parents[1].glob("lib/*/site-packages/trl/chat_templates/qwen2_5.jinja")
+    return save_policy(folder, template.read_text(encoding="utf-8"))
+
+
+def train_trl(
+    python: Path, folder: Path, environ: Mapping[str, str], mode: str, **options: object
+) -> list[dict[str, Any]]:
+    """Return the figures of each step of a `trl_run` in a new folder, without GPUs.
+
+    Its output goes to `log` there. Raises EngineStartError when it fails or takes over RUN_S.
     """
+    folder.mkdir()
+    argv = [str(python), "-m", "bench.trainers.trl_run", mode, f"--folder={folder / 'saved'}"]
+    argv += [f"--{name}={value}" for name, value in options.items()]
     path = folder / "log"
     with path.open("wb") as log:
-        done = subprocess.run(  # noqa: S603 - a program of our own
-            argv,
-            cwd=folder,
-            env={**environ, **QUIET, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-            stdout=log,
-            stderr=log,
-            timeout=RUN_S,
-            check=False,
-        )
+        try:
+            done = subprocess.run(  # noqa: S603 - a program of our own
+                [*argv, f"--out={folder / 'out'}"],
+                cwd=folder,
+                env={**environ, **QUIET, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+                stdout=log,
+                stderr=log,
+                timeout=RUN_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise EngineStartError(str(error)) from error
     if done.returncode:
         output = path.read_text(errors="replace")[-2_000:]
         raise EngineStartError(f"{folder.name} ended with {done.returncode}: {output}")
+    rows = [json.loads(line) for line in (folder / "out").read_text().splitlines()]
+    return [row for row in rows if "step" in row]
 
 
 class TrainerStack(ProcessFleet):

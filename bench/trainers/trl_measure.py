@@ -14,12 +14,10 @@ rewards. Exit code 0, 1 when a limit is missed, 2 for bad input or a bench that 
 """
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -28,25 +26,25 @@ from typing import Any
 import aiohttp
 
 from bench.common.checks import text_table
-from bench.common.processes import ROOT
 from bench.common.report import machine, put_both, reported, say
 from bench.trainers.engines import (
     PairedEngines,
     measuring_parser,
     ratio_of_medians,
     ratio_text,
+    thirds,
     windows_of,
 )
-from bench.trainers.policy import save_policy
-from bench.trainers.stack import run_program
+from bench.trainers.stack import save_trl_policy, train_trl, trainer_python
 from rose.client.blocking import LoopThread
-from rose.errors import ConfigError, EngineStartError
+from rose.errors import EngineStartError
 
-PROG, PROGRAM = "bench.trainers.trl_measure", "bench.trainers.trl_run"
+PROG = "bench.trainers.trl_measure"
 MOST_RATIO, MOST_DRIFT = 1.1, 0.01
 # The first steps of a run warm caches up; a window of steps is one unit of chance.
 WARM, WINDOW = 2, 5
 RELOADS = 5
+ASYNC_STEPS = 30
 ARMS = ("unsynced", "stock", "server", "async")
 LEARNING = ("server", "async")
 
@@ -65,10 +63,8 @@ class TrlRun:
     turns_s: list[float]
 
     @classmethod
-    def read(cls, out: Path, arm: str, seed: int) -> "TrlRun":
-        """Return the training whose steps its program wrote to a file."""
-        rows: list[dict[str, Any]] = [json.loads(line) for line in out.read_text().splitlines()]
-        steps = [row for row in rows if "step" in row]
+    def of(cls, steps: Sequence[Mapping[str, Any]], arm: str, seed: int) -> "TrlRun":
+        """Return the training with these steps."""
         drifts = [row.get("sampling/sampling_logp_difference/mean") for row in steps]
         known = [drift for drift in drifts if drift is not None]
         return cls(
@@ -84,8 +80,8 @@ class TrlRun:
     @property
     def learned(self) -> bool:
         """True if the reward of its last third is above that of its first."""
-        third = len(self.rewards) // 3
-        return mean(self.rewards[-third:]) > mean(self.rewards[:third])
+        first, last = thirds(self.rewards)
+        return last > first
 
 
 def summary(runs: Sequence[TrlRun], reloads: Sequence[float]) -> dict[str, Any]:
@@ -135,14 +131,14 @@ def table(found: dict[str, Any]) -> str:
     return text_table("TRL", ("figure", "value", "limit"), rows)
 
 
-def train(arm: str, seed: int, folder: Path, engines: PairedEngines, *program: str) -> TrlRun:
-    """Train once by the `program`'s command line. EngineStartError where the trainer fails."""
-    folder.mkdir()
-    argv = [*program, arm, f"--model={engines.stack.model}", f"--seed={seed}"]
-    argv += [f"--folder={folder / 'saved'}", f"--out={folder / 'out'}"]
-    argv += [f"--url={engines.spec.url}"] if arm == "stock" else []
-    run_program(argv, folder, engines.stack.environ(root=folder / "published"))
-    return TrlRun.read(folder / "out", arm, seed)
+def train(arm: str, seed: int, folder: Path, engines: PairedEngines, **options: object) -> TrlRun:
+    """Train once. EngineStartError where the trainer fails."""
+    stack = engines.stack
+    options |= {"model": stack.model, "seed": seed}
+    if arm == "stock":
+        options["url"] = engines.spec.url
+    environ = stack.environ(root=folder.with_name(f"{folder.name}-published"))
+    return TrlRun.of(train_trl(trainer_python("trl"), folder, environ, arm, **options), arm, seed)
 
 
 async def reload_s(url: str) -> float:
@@ -158,35 +154,23 @@ async def reload_s(url: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = measuring_parser(__doc__, PROG)
-    parser.add_argument("--python", type=Path, default=ROOT / ".venv-trl/bin/python")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=16, help="of a completion")
-    parser.add_argument("--async-steps", type=int, default=30)
-    args = parser.parse_args(argv)
+    args = measuring_parser(__doc__, PROG, seeds=3, steps=40, tokens=16).parse_args(argv)
     return reported("trl", lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
-    python, loop, runs = args.python, LoopThread("rose-bench"), list[TrlRun]()
-    if not python.exists():
-        raise ConfigError(f"there is no {python}; make it: scripts/trainer-env trl")
-    (template,) = python.parents[1].glob("lib/*/site-packages/trl/chat_templates/qwen2_5.jinja")
+    loop, runs = LoopThread("rose-bench"), list[TrlRun]()
     folder = Path(tempfile.mkdtemp(prefix="rose-trl-"))
-    model = save_policy(folder / "model", template.read_text(encoding="utf-8"))
+    model = save_trl_policy(folder / "model", trainer_python("trl"))
     try:
         with PairedEngines(folder, model, loop, unpacked=args.unpacked) as engines:
             for seed in range(args.seeds):
                 for arm in ARMS:
-                    steps = args.async_steps if arm == "async" else args.steps
-                    program = (str(python), "-m", PROGRAM, f"--steps={steps}")
-                    options = (*program, f"--tokens={args.tokens}")
-                    runs.append(train(arm, seed, folder / f"{arm}-{seed}", engines, *options))
+                    steps = ASYNC_STEPS if arm == "async" else args.steps
+                    place, options = folder / f"{arm}-{seed}", {"tokens": args.tokens}
+                    runs.append(train(arm, seed, place, engines, steps=steps, **options))
                     say("trl", f"seed {seed}, {arm}: reward {runs[-1].rewards[-1]:.2f}")
             reloads = [loop.call(reload_s(engines.spec.url)) for _ in range(RELOADS)]
-    except subprocess.TimeoutExpired as error:
-        raise EngineStartError(str(error)) from error
     finally:
         loop.stop()
     found = summary(runs, reloads)

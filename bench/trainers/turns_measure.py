@@ -176,10 +176,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = measuring_parser(__doc__, PROG)
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=TOKENS, help="of a turn")
-    args = parser.parse_args(argv)
+    args = measuring_parser(__doc__, PROG, requests=200, tokens=TOKENS).parse_args(argv)
     return reported("turns", lambda: _run(args))
 
 

@@ -12,20 +12,21 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Self
 
 import psutil
 
 from bench.common.processes import ROOT, BenchProcess
+from bench.trainers.engines import thirds
 from bench.trainers.policy import save_policy
-from bench.trainers.stack import TrainerStack
+from bench.trainers.stack import RUN_S, TrainerStack, trainer_python
 from rose.errors import EngineStartError, UnavailableError
 
 RUN = "ROSE_TEST_RUN"
@@ -160,27 +161,36 @@ class VerlRun:
         self.process.kill()
 
 
+def train_verl(
+    stack: TrainerStack, python: Path, folder: Path, mode: str, seed: int, steps: int
+) -> list[dict[str, float]]:
+    """Return the figures of each step of a run of its own, on replicas that served one before."""
+    environ = {"STEPS": str(steps), "MODE": mode, "SEED": str(seed)}
+    environ |= {"ROSE_ROOT": str(folder / "published"), "ROSE_TAKE_OVER": "1"}
+    with VerlRun(stack, python, folder, **environ) as run:
+        try:
+            found = run.finished(RUN_S)
+        except subprocess.TimeoutExpired as error:
+            raise EngineStartError(str(error)) from error
+    return [found[number] for number in sorted(found)]
+
+
 def main() -> int:
     """Run verl once for each seed, and print a row for each run."""
     parser = argparse.ArgumentParser(prog="bench.trainers.verl_run")
     parser.add_argument("--mode", choices=["sync", "async"], default="sync")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--replicas", type=int, default=1)
     args = parser.parse_args()
-    python = ROOT / ".venv-verl" / "bin" / "python"
+    python = trainer_python("verl")
     with tempfile.TemporaryDirectory(prefix="rose-verl-") as name:
         folder = Path(name)
-        model = save_policy(folder / "model")
-        with TrainerStack(folder / "stack", model, replicas=args.replicas) as stack:
+        with TrainerStack(folder / "stack", save_policy(folder / "model")) as stack:
             stack.wait_ready()
             for seed in range(args.seeds):
-                environ = {"STEPS": str(args.steps), "MODE": args.mode, "SEED": str(seed)}
-                # A run of its own, on replicas that served the one before.
-                environ |= {"ROSE_ROOT": str(folder / f"published-{seed}"), "ROSE_TAKE_OVER": "1"}
                 began_s = time.monotonic()
-                with VerlRun(stack, python, folder / f"run-{seed}", **environ) as run:
-                    steps = run.finished(3_600)
+                run = folder / f"run-{seed}"
+                steps = train_verl(stack, python, run, args.mode, seed, args.steps)
                 took_s = time.monotonic() - began_s
                 line = f"seed {seed}: {len(steps)} steps in {took_s:.0f} s, Ray's start included"
                 sys.stdout.write("\n".join([line, *summary(steps), ""]))
@@ -188,16 +198,12 @@ def main() -> int:
     return 0
 
 
-def summary(steps: dict[int, dict[str, float]]) -> Iterator[str]:
+def summary(steps: Sequence[Mapping[str, float]]) -> Iterator[str]:
     """Return the mean of each figure over the first third of the steps, and over the last."""
-    rows = [steps[number] for number in sorted(steps)]
-    third = max(1, len(rows) // 3)
     for shown, name in SHOWN.items():
-        parts = [
-            [row[name] for row in part if name in row] for part in (rows[:third], rows[-third:])
-        ]
-        if all(parts):
-            first, last = (fmean(part) for part in parts)
+        values = [row[name] for row in steps if name in row]
+        if values:
+            first, last = thirds(values)
             yield f"  {shown:16} first third {first:.5g}, last third {last:.5g}"
 
 

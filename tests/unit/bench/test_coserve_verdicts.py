@@ -9,6 +9,7 @@ from bench.common.checks import (
     exactly_none,
     row_verdict,
 )
+from bench.common.stats import quantiles, rounded
 from bench.coserve.player import PREEMPTIONS, TOKENS, metric
 from bench.coserve.records import StepTimes, starts_s, yields_s
 from executor.step_log import ARRIVAL, STEP
@@ -49,6 +50,13 @@ def test_a_paired_difference_is_free_of_what_both_arms_share() -> None:
     found = paired_difference(pairs, 0)
     assert found.ci95 is not None
     assert max(abs(end + 1.0) for end in found.ci95) < 1e-9
+
+
+def test_quantiles_of_nothing_are_not_a_number() -> None:
+    assert quantiles([1.0, 2.0, 4.0], 0.5, 0.75) == [2.0, 3.0]
+    assert quantiles([], 0.5) == [None]
+    assert rounded([0.0012345], 0.5, scale=1e3) == [1.234]
+    assert np.isnan(rounded([], 0.5)).all()
 
 
 def steps(*spans_ms: tuple[int, int], arrivals_ms: tuple[int, ...] = ()) -> StepTimes:

@@ -108,6 +108,7 @@ def test_a_profile_of_ones_own_gives_the_step_times(tmp_path: Path) -> None:
             ("slack_share: 0.4", "slackshare: 0.4"),
             ":23: options.slackshare: there is no option 'sl",
         ),
+        (("{preset: rose-7b}", "{ttft: 1}"), ":11: cluster.serving.slo.ttft: unknown key; did you"),
         (("rose-7b", "rose-8b"), ":11: cluster.serving.slo.preset: there is no 'rose-8b'; did"),
         (("{preset: rose-7b}", "{ttft_s: -1, tpot_s: 1}"), ":11: cluster.serving.slo: ttft_s of"),
         (("name: mine", "name: mine\nname: x"), ":2: the file: it cannot be read: the key name is"),
