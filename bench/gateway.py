@@ -21,6 +21,7 @@ import random
 import shlex
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,8 +30,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-import aiohttp
-
 from bench.chaos import ChaosFleet
 from bench.common.checks import (
     FAILS,
@@ -38,11 +37,13 @@ from bench.common.checks import (
     at_least,
     at_most,
     checks_table,
+    columns_table,
+    number,
     row_verdict,
-    text_table,
 )
-from bench.common.processes import BenchProcess, CpuUse, ProcessFleet, cores, gateway_command
+from bench.common.processes import BenchProcess, ProcessFleet, cores, gateway_command
 from bench.common.report import OUT, machine, parser_of, put_both, reported, say
+from bench.common.stats import metric
 from bench.common.tiny_models import FLEET_MODEL
 from bench.load.standin import StandInEngine
 from bench.load.streams import (
@@ -90,20 +91,8 @@ STALL_S = 2.0
 # Streams go on with the next turn at once, so a router that keeps up gets all turns through.
 DONE = 0.9
 OF_ORACLE = 0.85
-HEAD = (
-    "engine",
-    "router",
-    "streams",
-    "turn +p50 ms",
-    "turn +p99 ms",
-    "token +p99 ms",
-    "worst ms",
-    "turns/s",
-    "errors",
-    "router busy",
-    "waits",
-    "limited by",
-)
+# Fields that tell a way and its number of streams.
+KEYS = ("engine", "router", "wire", "streams")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +163,29 @@ def peers(given: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return commands, missing
 
 
-def cell_of(
-    names: Mapping[str, Any], load: StreamLoad, used: Mapping[str, tuple[float, float]]
+def measured_cell(
+    generator: Generator,
+    urls: Sequence[str],
+    load: StreamLoad,
+    seed: int,
+    processes: Mapping[str, BenchProcess],
+    **names: Any,  # noqa: ANN401 - as a row has them
 ) -> dict[str, Any]:
-    """Return the record of one cell, less what the generator measured.
+    """Return the record of one cell.
 
-    names: engine, router, wire, baseline, round. used: shares of the time that each process had a
-    processor, and that it waited for one.
+    processes: those whose shares of a processor are measured. names: engine, router, wire,
+    baseline, round, and the turns that are due.
     """
+    before = {who: each.cpu_use() for who, each in processes.items()}
+    began_s = time.monotonic()
+    measured = generator.cell(urls, names["wire"], load, seed)
+    took_s = time.monotonic() - began_s
     cell: dict[str, Any] = {**names, "streams": load.streams, "load": load.as_json()}
     cell |= {"engine_busy": 0.0, "router_busy": 0.0, "router_waited": 0.0}
-    for who, (busy, waited) in used.items():
+    for who, each in processes.items():
+        busy, waited = each.cpu_use().share_since(before[who], took_s)
         cell |= {f"{who}_busy": busy, f"{who}_waited": waited}
-    return cell
+    return cell | dict(measured)
 
 
 class StandInBench:
@@ -232,22 +231,15 @@ class StandInBench:
         if arm.router != DIRECT:
             processes["router"] = self._fleet.members[arm.process]
             urls = [self._urls[arm.process]]
-        before: dict[str, CpuUse] = {who: each.cpu_use() for who, each in processes.items()}
-        began_s = time.monotonic()
-        measured = self._generator.cell(urls, arm.wire.name, load, next(self._seeds))
-        took_s = time.monotonic() - began_s
-        used = {
-            who: each.cpu_use().share_since(before[who], took_s) for who, each in processes.items()
-        }
-        names = {
-            "engine": arm.engine,
-            "router": arm.router,
-            "wire": arm.wire.name,
-            "baseline": arm.baseline.name,
-            "round": number,
-            "due_turns_per_s": load.streams / load.turn_s,
-        }
-        return cell_of(names, load, used) | dict(measured)
+        return measured_cell(
+            *(self._generator, urls, load, next(self._seeds), processes),
+            engine=arm.engine,
+            router=arm.router,
+            wire=arm.wire.name,
+            baseline=arm.baseline.name,
+            round=number,
+            due_turns_per_s=load.streams / load.turn_s,
+        )
 
     def _start_routers(self) -> None:
         """Start all routers; peers that do not start are left out, ROSE's own gateway has to."""
@@ -364,9 +356,9 @@ async def replay(sessions: Sequence[AgentSession], ask: Ask) -> int:
     """Play all sessions side by side, each turn after its think time; return the turns."""
 
     async def one(session: AgentSession) -> int:
-        for number, turn in enumerate(session.turns):
+        for place, turn in enumerate(session.turns):
             await asyncio.sleep(turn.think_s)
-            await ask(session.id, number, session.prompt(number))
+            await ask(session.id, place, session.prompt(place))
         return len(session.turns)
 
     return sum(await asyncio.gather(*map(one, sessions)))
@@ -398,29 +390,25 @@ def _cells(
     fleet: ChaosFleet, generator: Generator, rounds: int, seconds: float, say: Say
 ) -> list[dict[str, Any]]:
     direct = [replica.spec.url for replica in fleet.replicas]
-    gateway = fleet.gateways[0]
     ways = (("direct", REAL_TEXT, direct), ("rose", REAL_TOKENS, fleet.urls))
     cells: list[dict[str, Any]] = []
-    for number in range(-1, rounds):
+    for repeat in range(-1, rounds):
         for streams in REAL_STREAMS:
             for router, wire, urls in ways:
                 load = StreamLoad(streams, seconds, prompt_tokens=64, chunks=16, chunk_tokens=4)
-                before, began_s = gateway.cpu_use(), time.monotonic()
-                measured = generator.cell(urls, wire.name, load, len(cells))
-                took_s = time.monotonic() - began_s
-                if number < 0:
-                    continue  # The first steps of an engine take seconds.
-                say(f"{streams} streams, vllm, {router}, {number}")
-                names = {
-                    "engine": "vllm",
-                    "router": router,
-                    "wire": wire.name,
-                    "baseline": REAL_TEXT.name,
-                    "round": number,
-                    "due_turns_per_s": None,
-                }
-                used = {"router": gateway.cpu_use().share_since(before, took_s)}
-                cells.append(cell_of(names, load, used) | dict(measured))
+                cell = measured_cell(
+                    *(generator, urls, load, len(cells), {"router": fleet.gateways[0]}),
+                    engine="vllm",
+                    router=router,
+                    wire=wire.name,
+                    baseline=REAL_TEXT.name,
+                    round=repeat,
+                    due_turns_per_s=None,
+                )
+                # The first steps of an engine take seconds.
+                if repeat >= 0:
+                    say(f"{streams} streams, vllm, {router}, {repeat}")
+                    cells.append(cell)
     return cells
 
 
@@ -472,15 +460,8 @@ async def _counters(fleet: ChaosFleet) -> tuple[float, float]:
     for replica in fleet.replicas:
         async with fleet.http.get(f"{replica.spec.url}/metrics") as answer:
             text = await answer.text()
-        asked, found = asked + _sum(text, QUERIES), found + _sum(text, HITS)
+        asked, found = asked + metric(text, [QUERIES]), found + metric(text, [HITS])
     return asked, found
-
-
-def _sum(text: str, name: str) -> float:
-    lines = [line for line in text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
-    if not lines:
-        raise aiohttp.ClientPayloadError(f"the engine's /metrics has no {name}")
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
 
 def _rate(before: tuple[float, float], after: tuple[float, float]) -> float:
@@ -490,12 +471,10 @@ def _rate(before: tuple[float, float], after: tuple[float, float]) -> float:
 
 def rows(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return one row for each way and number of streams: medians over the rounds."""
-    keys = dict.fromkeys((c["engine"], c["router"], c["wire"], c["streams"]) for c in cells)
-    made = []
-    for key in keys:
-        mine = [c for c in cells if (c["engine"], c["router"], c["wire"], c["streams"]) == key]
-        made.append(_row(mine, [_direct(cells, cell) for cell in mine]))
-    return made
+    groups = defaultdict[tuple[object, ...], list[Mapping[str, Any]]](list)
+    for cell in cells:
+        groups[tuple(cell[key] for key in KEYS)].append(cell)
+    return [_row(mine, [_direct(cells, cell) for cell in mine]) for mine in groups.values()]
 
 
 def _direct(cells: Sequence[Mapping[str, Any]], cell: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -512,49 +491,36 @@ def _direct(cells: Sequence[Mapping[str, Any]], cell: Mapping[str, Any]) -> Mapp
 
 def _row(mine: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = mine[0]
-    direct = first["router"] == "direct"
-    row = {key: first[key] for key in ("engine", "router", "wire", "streams")}
-    row |= {
-        "added_ttft_p50_s": _added(mine, base, "first_s", "p50", direct),
-        "added_ttft_p99_s": _added(mine, base, "first_s", "p99", direct),
-        "added_itl_p99_s": _added(mine, base, "later_s", "p99", direct),
-        "worst_s": _worst(mine),
+
+    def added(what: str, quantile: str) -> float | None:
+        """Return the median over the rounds of the difference; None with nothing to compare."""
+        if first["router"] == DIRECT:
+            return None
+        pairs = [(a[what][quantile], b[what][quantile]) for a, b in zip(mine, base, strict=True)]
+        return _middle([a - b for a, b in pairs if a is not None and b is not None])
+
+    longest = [c[what]["max"] for c in mine for what in ("first_s", "later_s")]
+    middles = ("router_waited", "router_busy", "engine_busy", "generator_busy")
+    row = {
+        **{key: first[key] for key in KEYS},
+        "added_ttft_p50_s": added("first_s", "p50"),
+        "added_ttft_p99_s": added("first_s", "p99"),
+        "added_itl_p99_s": added("later_s", "p99"),
+        "worst_s": max((value for value in longest if value is not None), default=None),
         "turns_per_s": median(c["turns_per_s"] for c in mine),
         "turns": sum(c["turns"] for c in mine),
         "errors": sum(c["errors"] for c in mine),
         "due_turns_per_s": first["due_turns_per_s"],  # None: a real engine's pace is its own
-        "router_waited": median(c["router_waited"] for c in mine),
-        "router_busy": median(c["router_busy"] for c in mine),
-        "engine_busy": median(c["engine_busy"] for c in mine),
-        "generator_busy": median(c["generator_busy"] for c in mine),
+        **{name: median(c[name] for c in mine) for name in middles},
+        "direct_ttft_p50_s": _middle([c["first_s"]["p50"] for c in base]),
+        "direct_ttft_p99_s": _middle([c["first_s"]["p99"] for c in base]),
     }
-    row["direct_ttft_p50_s"] = _middle([c["first_s"]["p50"] for c in base])
-    row["direct_ttft_p99_s"] = _middle([c["first_s"]["p99"] for c in base])
     limits = [who for who in ("router", "engine", "generator") if row[f"{who}_busy"] > BUSY]
     if row["router_waited"] > WAITED:
         limits.append("others on the machine")
     row["limited_by"] = ", ".join(limits)
     row["errors_kept"] = [error for cell in mine for error in cell["errors_kept"]][:3]
     return row
-
-
-def _added(
-    mine: Sequence[Mapping[str, Any]],
-    base: Sequence[Mapping[str, Any]],
-    what: str,
-    quantile: str,
-    direct: bool,
-) -> float | None:
-    """Return the median over the rounds of the difference; None where nothing can be compared."""
-    if direct:
-        return None
-    pairs = [(a[what][quantile], b[what][quantile]) for a, b in zip(mine, base, strict=True)]
-    return _middle([a - b for a, b in pairs if a is not None and b is not None])
-
-
-def _worst(cells: Sequence[Mapping[str, Any]]) -> float | None:
-    found = [c[what]["max"] for c in cells for what in ("first_s", "later_s")]
-    return max((value for value in found if value is not None), default=None)
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
@@ -589,61 +555,48 @@ def checks(rows: Sequence[Mapping[str, Any]], sessions: Sequence[Mapping[str, An
 
 
 def table(result: Mapping[str, Any]) -> str:
+    def ms(name: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: number(None if row[name] is None else row[name] * 1e3, 2)
+
+    def share(name: str, shown: str = ".0%") -> Callable[[Mapping[str, Any]], str]:
+        return lambda row: format(row[name], shown)
+
     blocks = [
-        text_table(
+        columns_table(
             "Added by a router: to a turn (its request's way in and its first token's way out; of"
             " a whole answer, the last token's) and to each later token",
-            HEAD,
-            [_shown(row) for row in result["rows"]],
+            result["rows"],
+            {
+                "engine": lambda row: row["engine"],
+                "router": lambda row: f"{row['router']}, {row['wire']}",
+                "streams": lambda row: str(row["streams"]),
+                "turn +p50 ms": ms("added_ttft_p50_s"),
+                "turn +p99 ms": ms("added_ttft_p99_s"),
+                "token +p99 ms": ms("added_itl_p99_s"),
+                "worst ms": ms("worst_s"),
+                "turns/s": share("turns_per_s", ".1f"),
+                "errors": lambda row: str(row["errors"]),
+                "router busy": share("router_busy"),
+                "waits": share("router_waited"),
+                "limited by": lambda row: row["limited_by"] or "-",
+            },
         )
     ]
     for name, why in result.get("skipped", {}).items():
         blocks.append(f"{name}: skipped, {why}\n")
     if sessions := result.get("sessions"):
-        blocks.append(_sessions(sessions))
+        columns: dict[str, Callable[[Mapping[str, Any]], str]] = {
+            "engine": lambda row: row["engine"],
+            "sessions": lambda row: str(row["sessions"]),
+            "turns": lambda row: str(row["turns"]),
+            "routed": share("routed_hit_rate", ".1%"),
+            "oracle": share("oracle_hit_rate", ".1%"),
+            "of the oracle": share("of_oracle", ".1%"),
+        }
+        blocks.append(columns_table("Prefix hit rate of agentic sessions", sessions, columns))
     if checks := result.get("checks"):
         blocks.append(checks_table(checks, ".3g"))
     return "\n".join(blocks)
-
-
-def _shown(row: Mapping[str, Any]) -> tuple[str, ...]:
-    router = f"{row['router']}, {row['wire']}"
-    return (
-        row["engine"],
-        router,
-        str(row["streams"]),
-        _ms(row["added_ttft_p50_s"]),
-        _ms(row["added_ttft_p99_s"]),
-        _ms(row["added_itl_p99_s"]),
-        _ms(row["worst_s"]),
-        f"{row['turns_per_s']:.1f}",
-        str(row["errors"]),
-        f"{row['router_busy']:.0%}",
-        f"{row['router_waited']:.0%}",
-        row["limited_by"] or "-",
-    )
-
-
-def _sessions(rows: Sequence[Mapping[str, Any]]) -> str:
-    return text_table(
-        "Prefix hit rate of agentic sessions",
-        ("engine", "sessions", "turns", "routed", "oracle", "of the oracle"),
-        [
-            (
-                row["engine"],
-                str(row["sessions"]),
-                str(row["turns"]),
-                f"{row['routed_hit_rate']:.1%}",
-                f"{row['oracle_hit_rate']:.1%}",
-                f"{row['of_oracle']:.1%}",
-            )
-            for row in rows
-        ],
-    )
-
-
-def _ms(value_s: float | None) -> str:
-    return "-" if value_s is None else f"{value_s * 1e3:.2f}"
 
 
 progress = partial(say, "gateway")

@@ -7,9 +7,9 @@ library only, so that any Python judges a GPU's figures.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from rose.compare.bootstrap import Estimate, Interval
@@ -23,6 +23,16 @@ def text_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -
         for row in [head, *rows]
     ]
     return "\n".join([*([title, ""] if title else []), *lines, ""])
+
+
+def columns_table(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, Callable[[Mapping[str, Any]], str]],
+) -> str:
+    """Lay out a titled table with a cell of each row for each column."""
+    cells = [[shown(row) for shown in columns.values()] for row in rows]
+    return text_table(title, list(columns), cells)
 
 
 def number(value: float | None, digits: int) -> str:

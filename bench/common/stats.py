@@ -4,8 +4,9 @@ Bootstrap intervals are those of `rose.compare.bootstrap`.
 """
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -22,6 +23,7 @@ T = TypeVar("T")
 # Sums in another order, by another version of a library, may differ in the last digits.
 RELATIVE_TOLERANCE = 1e-9
 _ABSENT = "(absent)"
+_SAMPLE = r"^{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"
 METRICS: dict[str, Callable[[Request], float | None]] = {
     "ttft": lambda request: request.ttft_s,
     "tpot": lambda request: request.tpot_s,
@@ -39,6 +41,13 @@ def rounded(values: Sequence[float], *shares: float, scale: float = 1.0) -> list
     """Return quantiles, times `scale`, to three digits; not a number without values."""
     found = quantiles(values, *shares)
     return [math.nan if value is None else round(scale * value, 3) for value in found]
+
+
+def metric(text: str, names: Iterable[str]) -> float:
+    """Return the sum over samples in Prometheus' text format; 0 without any."""
+    one_of = "|".join(re.escape(name) for name in names)
+    pattern = re.compile(_SAMPLE.format(name=f"(?:{one_of})"), re.MULTILINE)
+    return sum(float(value) for value in pattern.findall(text))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,10 @@
 import asyncio
 import itertools
 import random
-import re
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +17,7 @@ import msgspec
 
 from bench.common.engines import EngineSet, family, make_background, make_foreground
 from bench.common.jsonl_process import JsonlProcess
+from bench.common.stats import metric
 from bench.coserve.busy_hold import HostBusyHold, limit_of
 from bench.coserve.plan import GUEST, HOST, NAIVE, Arm, GuestLoad, PlanBlock
 from bench.coserve.records import CoserveBlockRecord, Counters
@@ -38,7 +38,6 @@ from rose.node.guest.kill_switch import KillSwitch
 from rose.node.host import HOST_LATENCY, HostWatch
 from rose.process.child import ProcessSpec
 
-_SAMPLE = r"^{name}(?:\{{[^}}]*\}})? ([0-9.eE+]+)$"
 # Counters of each engine: requests that have to be computed again, and generated tokens. SGLang
 # counts the latter when their request ends.
 PREEMPTIONS = "vllm:num_preemptions_total", "sglang:num_retracted_requests_total"
@@ -55,13 +54,6 @@ HTTP_TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 60.0
 EMPTY_PATIENCE_S = 5.0
 NONE, NORMAL, SCHED_IDLE = "none", "normal", "SCHED_IDLE"
-
-
-def metric(text: str, names: Iterable[str]) -> float:
-    """Return the sum over samples in Prometheus' text format; 0 without any."""
-    one_of = "|".join(re.escape(name) for name in names)
-    pattern = re.compile(_SAMPLE.format(name=f"(?:{one_of})"), re.MULTILINE)
-    return sum(float(value) for value in pattern.findall(text))
 
 
 async def scrape(session: aiohttp.ClientSession, url: str) -> str:

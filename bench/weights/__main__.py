@@ -6,7 +6,7 @@ Exit code 0, 1 when a limit fails, 2 for bad input.
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from bench.common.checks import (
     at_least,
     at_most,
     checks_table,
+    columns_table,
     row_verdict,
-    text_table,
 )
 from bench.common.report import OUT, machine, parser_of, put_both, reported, say
 from bench.weights.codec import PEER, adam_step, peaks, rate_for, sizes, speeds, training_steps
@@ -26,6 +26,7 @@ from bench.weights.link import link_figures
 from bench.weights.ranks import rank_memory
 
 PROG = "bench.weights"
+Column = Callable[[Mapping[str, Any]], str]
 MODELS = Path("out/models")
 DENSITIES = (0.001, 0.01, 0.019, 0.02, 0.046, 0.05, 0.119, 0.2, 0.5)
 SPEED_DENSITIES = (0.01, 0.02, 0.1)
@@ -98,108 +99,85 @@ def rank_checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
     return found
 
 
+def field(name: str, shown: str) -> Column:
+    return lambda row: format(row[name], shown)
+
+
+def per_change(scheme: str) -> Column:
+    return lambda row: f"{row['bytes_per_change'][scheme]:.3f}"
+
+
+def speed(name: str) -> Column:
+    return lambda row: f"{row[name]['one']:.1f} {row[name]['all']:.1f}"
+
+
 def table(result: Mapping[str, Any]) -> str:
-    schemes = list(result["synthetic"][0]["bytes_per_change"])
+    schemes = {name: per_change(name) for name in result["synthetic"][0]["bytes_per_change"]}
+    timed = [
+        name
+        for name, value in result["speed"][0].items()
+        if isinstance(value, dict) and "one" in value
+    ]
     blocks = [
-        text_table(
+        columns_table(
             "Bytes for each changed weight, synthetic bf16 steps",
-            ["density", *schemes],
-            [
-                [f"{row['density']:.2%}", *(f"{row['bytes_per_change'][s]:.3f}" for s in schemes)]
-                for row in result["synthetic"]
-            ],
+            result["synthetic"],
+            {"density": field("density", ".2%"), **schemes},
         ),
-        text_table(
+        columns_table(
             "The same, consecutive checkpoints of a training",
-            ["rate", "density", *schemes],
-            [
-                [
-                    f"{row['rate']:g}",
-                    f"{row['density']:.2%}",
-                    *(f"{row['bytes_per_change'][s]:.3f}" for s in schemes),
-                ]
-                for row in result["trained"]
-            ],
+            result["trained"],
+            {"rate": field("rate", "g"), "density": field("density", ".2%"), **schemes},
         ),
-        text_table(
+        columns_table(
             "GB/s of model: one core, all cores",
-            ["density", *_speed_names(result)],
-            [
-                [
-                    f"{row['density']:.1%}",
-                    *(f"{row[n]['one']:.1f} {row[n]['all']:.1f}" for n in _speed_names(result)),
-                ]
-                for row in result["speed"]
-            ],
+            result["speed"],
+            {"density": field("density", ".1%"), **{name: speed(name) for name in timed}},
         ),
-        text_table(
+        columns_table(
             "Peak memory beside the weights, in chunks of 64 MiB",
-            ["density", "level", "encode", "decode", "overwrite"],
-            [
-                [
-                    f"{row['density']:.0%}",
-                    row["level"],
-                    *(f"{row[f'{name}_chunks']:.2f}" for name in ("encode", "decode", "overwrite")),
-                ]
-                for row in result["memory"]
-            ],
+            result["memory"],
+            {
+                "density": field("density", ".0%"),
+                "level": field("level", ""),
+                **{n: field(f"{n}_chunks", ".2f") for n in ("encode", "decode", "overwrite")},
+            },
         ),
         _link(result["link"]),
-        *([_ranks(result["ranks"])] if "ranks" in result else []),
-        checks_table(result["checks"], ".3f"),
     ]
-    return "\n".join(blocks)
+    return "\n".join([*blocks, rank_table(result)])
 
 
 def rank_table(result: Mapping[str, Any]) -> str:
-    """Lay out the memory of ranks alone."""
-    return "\n".join([_ranks(result["ranks"]), checks_table(result["checks"], ".3f")])
-
-
-def _ranks(rows: Sequence[Mapping[str, Any]]) -> str:
-    return text_table(
+    """Lay out the memory of ranks and all checks."""
+    ranks = columns_table(
         "Host memory of all ranks over the checkpoint: read, an update decoded, it active",
-        ["ranks", "read", "decoded", "active", "decodes"],
-        [
-            [
-                str(row["ranks"]),
-                *(f"{row[when]:.3f}" for when in ("read", "decoded", "active")),
-                str(row["decodes"]),
-            ]
-            for row in rows
-        ],
+        result.get("ranks", ()),
+        {
+            "ranks": field("ranks", ""),
+            **{name: field(name, ".3f") for name in ("read", "decoded", "active")},
+            "decodes": field("decodes", ""),
+        },
     )
+    blocks = [ranks] if "ranks" in result else []
+    return "\n".join([*blocks, checks_table(result["checks"], ".3f")])
 
 
 def _link(found: Mapping[str, Any]) -> str:
     if "skipped" in found:
         return f"A base across a shaped link: skipped, {found['skipped']}\n"
     shape = found["link"]
-    head = ["receivers", "encoded MB", "link MB", "link s", "fetched s", "ready s"]
-    return text_table(
+    return columns_table(
         f"A base across a link of {shape['mbit']} Mbit/s, {shape['delay_ms']} ms,"
         f" {shape['loss_percent']}% loss",
-        head,
-        [
-            [
-                str(row["receivers"]),
-                f"{row['encoded_bytes'] / 1e6:.1f}",
-                f"{row['link_bytes'] / 1e6:.1f}",
-                f"{row['link_s']:.2f}",
-                f"{row['fetched_s']:.2f}",
-                f"{row['ready_s']:.2f}",
-            ]
-            for row in found["rows"]
-        ],
+        found["rows"],
+        {
+            "receivers": field("receivers", ""),
+            "encoded MB": lambda row: f"{row['encoded_bytes'] / 1e6:.1f}",
+            "link MB": lambda row: f"{row['link_bytes'] / 1e6:.1f}",
+            **{f"{name} s": field(f"{name}_s", ".2f") for name in ("link", "fetched", "ready")},
+        },
     )
-
-
-def _speed_names(result: Mapping[str, Any]) -> list[str]:
-    return [name for name, value in result["speed"][0].items() if _is_speed(value)]
-
-
-def _is_speed(value: object) -> bool:
-    return isinstance(value, dict) and "one" in value
 
 
 progress = partial(say, "weights")

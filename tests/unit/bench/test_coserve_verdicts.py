@@ -9,8 +9,8 @@ from bench.common.checks import (
     exactly_none,
     row_verdict,
 )
-from bench.common.stats import quantiles, rounded
-from bench.coserve.player import PREEMPTIONS, TOKENS, metric
+from bench.common.stats import metric, quantiles, rounded
+from bench.coserve.player import PREEMPTIONS, TOKENS
 from bench.coserve.records import StepTimes, starts_s, yields_s
 from executor.step_log import ARRIVAL, STEP
 from rose.compare.bootstrap import Estimate, paired_difference
