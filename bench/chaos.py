@@ -203,10 +203,6 @@ class Faults:
             if replica.up:
                 replica.signal(signal.SIGCONT)
 
-    async def settle(self) -> None:
-        """Wait until everything killed is up again."""
-        await asyncio.gather(*self._tasks)
-
     async def cancel(self) -> None:
         """Leave what is being started as it is."""
         for task in self._tasks:
@@ -226,8 +222,7 @@ class Faults:
         if len(free) < 2:
             return
         replica = dice.choice(free)
-        work = {"revoke": self._revoke, "freeze": self._freeze, "kill": self._kill}[kind]
-        self._start(kind, replica.spec.name, work(replica, length_s))
+        self._start(kind, replica.spec.name, self._disturb(kind, replica, length_s))
 
     def _start(self, kind: str, name: str, work: Coroutine[Any, Any, None]) -> None:
         self.counts[kind] += 1
@@ -236,20 +231,18 @@ class Faults:
         task.add_done_callback(lambda done: self._busy.discard(name))
         self._tasks.append(task)
 
-    async def _revoke(self, replica: ChaosReplica, length_s: float) -> None:
-        await replica.drain()
-        await asyncio.sleep(length_s / 4)
-        await replica.admit()
-
-    async def _freeze(self, replica: ChaosReplica, length_s: float) -> None:
-        replica.signal(signal.SIGSTOP)
-        await asyncio.sleep(length_s)
-        replica.signal(signal.SIGCONT)
-
-    async def _kill(self, replica: ChaosReplica, length_s: float) -> None:
-        del length_s
-        await replica.kill()
-        await replica.start()
+    async def _disturb(self, kind: str, replica: ChaosReplica, length_s: float) -> None:
+        if kind == "revoke":
+            await replica.drain()
+            await asyncio.sleep(length_s / 4)
+            await replica.admit()
+        elif kind == "freeze":
+            replica.signal(signal.SIGSTOP)
+            await asyncio.sleep(length_s)
+            replica.signal(signal.SIGCONT)
+        else:
+            await replica.kill()
+            await replica.start()
 
     async def _restart_gateway(self, number: int) -> None:
         self.fleet.gateways[number].kill()
@@ -263,14 +256,9 @@ def prompts() -> list[list[int]]:
     ]
 
 
-def greedy(tokens: int) -> Sampling:
-    """Return sampling under which every turn is known beforehand."""
-    return Sampling(temperature=0.0, max_tokens=tokens)
-
-
 async def undisturbed(client: RolloutClient) -> list[Turn]:
     """Return the turns as they have to be: the longest answer to every prompt."""
-    whole = greedy(OUTPUT_TOKENS)
+    whole = Sampling(temperature=0.0, max_tokens=OUTPUT_TOKENS)
     turns = [client.generate(p, whole, request_id=f"plain-{k}") for k, p in enumerate(prompts())]
     return await asyncio.gather(*turns)
 
@@ -359,7 +347,7 @@ class ChaosTrainer:
             self.findings.add(turn, self.expected[which], tokens)
 
     async def _turn(self, name: str, which: int, tokens: int, *, streamed: bool) -> Turn:
-        prompt, sampling = prompts()[which], greedy(tokens)
+        prompt, sampling = prompts()[which], Sampling(temperature=0.0, max_tokens=tokens)
         if not streamed:
             return await self.client.generate(prompt, sampling, request_id=name, session_id=name)
         got: list[int] = []
@@ -385,8 +373,7 @@ async def chaos(fleet: ChaosFleet, seconds: float, in_flight: int, seed: int) ->
             progressing.cancel()
             await faults.cancel()
         progress = client.progress()
-    found = asdict(trainer.findings)
-    found.pop("_ids")
+    found = {name: value for name, value in asdict(trainer.findings).items() if name != "_ids"}
     return {
         "seconds": seconds,
         "in_flight": in_flight,

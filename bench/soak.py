@@ -15,12 +15,13 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -106,37 +107,32 @@ class SoakWay:
     name: str
     share: float
     statuses: tuple[int, ...]
-    go: Callable[[Asker, int], Awaitable[HttpAnswer]]
+    go: "Go"
     turns: int = 1
 
 
-def _plain(name: str, **fields: Any) -> Callable[[Asker, int], Awaitable[HttpAnswer]]:  # noqa: ANN401 - JSON
+Go = Callable[[Asker, int], Awaitable[HttpAnswer]]
+
+
+def _plain(
+    name: str,
+    tokens: int = TOKENS,
+    how: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,  # noqa: ANN401 - JSON
+) -> Go:
+    """Return the way of one request; `how`: as HttpCaller.ask."""
+
     async def go(asker: Asker, number: int) -> HttpAnswer:
-        return await asker.ask(asker.body(name, number, **fields))
+        return await asker.ask(asker.body(name, number, tokens, **fields), **how)
 
     return go
 
 
-async def _late(asker: Asker, number: int) -> HttpAnswer:
-    return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005))
+def _late(**fields: Any) -> Go:  # noqa: ANN401 - JSON
+    return _plain("late", LONG, timeout_s=0.005, **fields)
 
 
-async def _late_samples(asker: Asker, number: int) -> HttpAnswer:
-    many = {"n": STORM_SAMPLES}
-    return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005, sampling=many))
-
-
-async def _late_stream(asker: Asker, number: int) -> HttpAnswer:
-    return await asker.ask(asker.body("late", number, LONG, timeout_s=0.005, stream=True))
-
-
-async def _hung_up(asker: Asker, number: int) -> HttpAnswer:
-    return await asker.ask(asker.body("left", number, LONG), hang_up_after_s=0.005)
-
-
-async def _hung_up_stream(asker: Asker, number: int) -> HttpAnswer:
-    asked = asker.body("left", number, LONG, stream=True)
-    return await asker.ask(asked, hang_up_at=b"data: ")
+AFTER_S, AT_TOKENS = {"hang_up_after_s": 0.005}, {"hang_up_at": b"data: "}
 
 
 async def _resumed(asker: Asker, number: int) -> HttpAnswer:
@@ -164,8 +160,7 @@ async def _aborted(asker: Asker, number: int) -> HttpAnswer:
 
 async def _group(asker: Asker, number: int) -> HttpAnswer:
     group = {"group_id": f"g{number % GROUPS}", "group_size": 2, "hedges": 1}
-    sampling = {"n": 2}
-    return await asker.ask(asker.body("group", number, 64, sampling=sampling, **group))
+    return await asker.ask(asker.body("group", number, 64, sampling={"n": 2}, **group))
 
 
 WAYS = (
@@ -175,11 +170,13 @@ WAYS = (
     SoakWay("group with copies", 1, (200,), _group, turns=2),
     SoakWay("asked again", 2, (200,), _twice),
     SoakWay("left and resumed", 1, (200,), _resumed),
-    SoakWay("deadline", 12, (504,), _late),
+    SoakWay("deadline", 12, (504,), _late()),
     # 200 where tokens were streamed before.
-    SoakWay("deadline, streamed", 6, (504, 200), _late_stream),
-    SoakWay("caller hangs up", 8, (HUNG_UP,), _hung_up),
-    SoakWay("caller hangs up, streamed", 6, (HUNG_UP,), _hung_up_stream),
+    SoakWay("deadline, streamed", 6, (504, 200), _late(stream=True)),
+    SoakWay("caller hangs up", 8, (HUNG_UP,), _plain("left", LONG, AFTER_S)),
+    SoakWay(
+        "caller hangs up, streamed", 6, (HUNG_UP,), _plain("left", LONG, AT_TOKENS, stream=True)
+    ),
     SoakWay("aborted", 2, (409,), _aborted),
     SoakWay("version never comes", 1, (409,), _plain("version", min_version=9)),
     SoakWay("bad input", 3, (400,), _plain("bad", sampling={"temperature": -1})),
@@ -195,7 +192,7 @@ WAYS = (
     SoakWay("all replicas fail", 0.02, (503,), _plain("failing")),
 )
 # The storm's only way.
-LATE = SoakWay("deadline", 1, (504,), _late_samples, turns=STORM_SAMPLES)
+LATE = SoakWay("deadline", 1, (504,), _late(sampling={"n": STORM_SAMPLES}), turns=STORM_SAMPLES)
 
 
 class LeasingScheduler(SchedulerServicer):
@@ -285,11 +282,23 @@ class SoakSeen:
             self.wrong[f"{way.name}: {status} {body[-160:].decode('utf-8', 'replace')}"] += 1
 
 
+@contextmanager
+def calling(
+    url: str, on_body: Callable[[bytes, float], None] | None = None
+) -> Iterator[HttpCaller]:
+    """Give a connection, closed at the end."""
+    caller = HttpCaller(url, on_body)
+    try:
+        yield caller
+    finally:
+        caller.hang_up()
+
+
 class Soak:
     """A gateway that is up, its scheduler, and callers that keep it busy."""
 
     def __init__(self, url: str, gateway: int, scheduler: LeasingScheduler) -> None:
-        self._url, self._gateway, self._scheduler = url, gateway, scheduler
+        self._url, self._gateway, self.scheduler = url, gateway, scheduler
         self._process = psutil.Process(gateway)
         self._numbers = itertools.count()
 
@@ -300,15 +309,8 @@ class Soak:
         await asyncio.sleep(WINDOW_S + 1)
         seen, began_s, waited_s = SoakSeen(), time.monotonic(), _waited_s(self._gateway)
         until_s = began_s + seconds
-        watching = [
-            asyncio.create_task(each)
-            for each in (
-                self._sample(seen),
-                self._lags(seen),
-                self._probe(seen),
-                self._health(seen),
-            )
-        ]
+        watches = (self._sample, self._lags, self._probe, self._health)
+        watching = [asyncio.create_task(watch(seen)) for watch in watches]
 
         async def work(number: int) -> None:
             asker = Asker(self._url, random.Random(f"{seed}/{number}"))  # noqa: S311
@@ -324,7 +326,7 @@ class Soak:
                 seen.note(way, *answer)
             asker.close()
 
-        before = self._scheduler.renewed
+        before = self.scheduler.renewed
         try:
             await asyncio.gather(*(work(number) for number in range(in_flight)))
         finally:
@@ -333,12 +335,8 @@ class Soak:
             await asyncio.gather(*watching, return_exceptions=True)
         seen.took_s = time.monotonic() - began_s
         seen.waited = (_waited_s(self._gateway) - waited_s) / seen.took_s
-        seen.renewed = self._scheduler.renewed - before
+        seen.renewed = self.scheduler.renewed - before
         return seen
-
-    def renewing(self, renew_s: float) -> None:
-        """Let leases end every so often from now on."""
-        self._scheduler.renew_s = renew_s
 
     async def _sample(self, seen: SoakSeen) -> None:
         while True:
@@ -348,15 +346,12 @@ class Soak:
 
     async def _lags(self, seen: SoakSeen) -> None:
         """Ask the gateway itself, often enough to miss none of its seconds."""
-        caller = HttpCaller(self._url)
-        try:
+        with calling(self._url) as caller:
             while True:
                 stats = json.loads((await caller.get("/rose/v1/stats")).body)
                 seen.loop_lag_s = max(seen.loop_lag_s, stats["loop_lag_max_s"])
                 seen.loop_busy_s = max(seen.loop_busy_s, stats["loop_busy_max_s"])
                 await asyncio.sleep(WINDOW_S / 5)
-        finally:
-            caller.hang_up()
 
     async def _probe(self, seen: SoakSeen) -> None:
         """Follow a stream that never ends, by asking for the next one before long."""
@@ -367,25 +362,19 @@ class Soak:
             silence_s, last_s = now_s - last_s, now_s
             seen.silence_s = max(seen.silence_s, silence_s)
 
-        caller = HttpCaller(self._url, received)
-        try:
+        with calling(self._url, received) as caller:
             for number in itertools.count():
                 name, sampling = f"probe-{id(seen)}-{number}", {"max_tokens": PROBE_TOKENS}
                 asked = {"request_id": name, "token_ids": [1], "sampling_params": sampling}
                 await caller.post(GENERATE, json.dumps({**asked, "stream": True}).encode())
-        finally:
-            caller.hang_up()
 
     async def _health(self, seen: SoakSeen) -> None:
-        caller = HttpCaller(self._url)
-        try:
+        with calling(self._url) as caller:
             while True:
                 asked_s = time.monotonic()
                 await caller.get("/health")
                 seen.health_s = max(seen.health_s, time.monotonic() - asked_s)
                 await asyncio.sleep(0.05)
-        finally:
-            caller.hang_up()
 
 
 def _waited_s(pid: int) -> float:
@@ -449,10 +438,7 @@ def pauses(when: str, seen: SoakSeen) -> list[Check]:
     The time that the loop worked is its own doing on any machine. All of a lag is so only where no
     other process had the processor meanwhile.
     """
-    step, pause = (
-        f"{when}longest step of its event loop, s",
-        f"{when}longest pause of its event loop, s",
-    )
+    step, pause = (f"{when}longest {what} of its event loop, s" for what in ("step", "pause"))
     quiet = seen.waited <= QUIET_WAITED
     return [
         at_most(step, seen.loop_busy_s, PAUSE_S),
@@ -498,11 +484,11 @@ async def soak(folder: Path, args: argparse.Namespace) -> tuple[SoakSeen, SoakSe
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with soaking(folder) as running:
-        running.renewing(RENEW_S)
+        running.scheduler.renew_s = RENEW_S
         progressing = asyncio.create_task(_minutes())
         mixed = await running.phase(WAYS, args.in_flight, args.turns, args.seconds, args.seed)
         progressing.cancel()
-        running.renewing(0.0)
+        running.scheduler.renew_s = 0.0
         storm = await running.phase([LATE], args.in_flight, sys.maxsize, args.storm_s, args.seed)
     return mixed, storm
 

@@ -132,6 +132,5 @@ def check_sglang_python(python: Path) -> None:
     """Raise ConfigError where there is no such interpreter."""
     if not python.is_file():
         raise ConfigError(
-            f"--sglang-python {python}: no such file; run `make install-sglang`, or name an"
-            " interpreter that has SGLang"
+            f"there is no {python}, an interpreter that has SGLang; run `make install-sglang`"
         )

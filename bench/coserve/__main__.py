@@ -8,25 +8,19 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.common.report import reported
 from bench.coserve.plan import BenchSettings, quick_settings
 from bench.coserve.result import render, verify, write_result
+from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.engines import EngineKind
-from rose.errors import RoseError
 
 DEFAULT_OUT = Path("out/bench/coserve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    try:
-        if args.command == "verify":
-            return _verify(args.folder)
-        if args.command == "report":
-            return _report(args.folder)
-        return _run(args)
-    except RoseError as error:
-        sys.stderr.write(f"bench: {error}\n")
-        return 2
+    work = {"run": _run, "report": _report, "verify": _verify}[args.command]
+    return reported("bench", lambda: work(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -37,7 +31,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--trace", type=Path, metavar="FILE", help="bursts of this Azure trace (CSV)")
     run.add_argument("--out", type=Path, default=DEFAULT_OUT, metavar="DIR")
-    run.add_argument("--port-base", type=int, default=BenchSettings(DEFAULT_OUT).port_base)
     run.add_argument(
         "--lent-priority",
         choices=("background", "normal"),
@@ -47,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--max-host-busy",
         type=float,
-        default=BenchSettings(DEFAULT_OUT).max_host_busy,
+        default=MaxHostBusy().share,
         metavar="SHARE",
         help="busy share of a host from which on its guest is held (default %(default)s; 1: never)",
     )
@@ -59,20 +52,13 @@ def _parser() -> argparse.ArgumentParser:
             default=EngineKind.VLLM,
             help=f"engine of the {side}: vllm (the default) or sglang",
         )
-    run.add_argument(
-        "--sglang-python",
-        type=Path,
-        default=BenchSettings(DEFAULT_OUT).sglang_python,
-        metavar="FILE",
-        help="interpreter that has SGLang (default %(default)s)",
-    )
     run.add_argument("--ttft-target-s", type=float, help="default: from what the host does alone")
     run.add_argument("--tpot-target-s", type=float)
     for name, what in (
         ("report", "write result and plots anew from the raw records"),
         ("verify", "recompute every figure from the raw records and compare"),
     ):
-        commands.add_parser(name, help=what).add_argument("folder", type=Path, metavar="DIR")
+        commands.add_parser(name, help=what).add_argument("out", type=Path, metavar="DIR")
     return parser
 
 
@@ -84,27 +70,25 @@ def _run(args: argparse.Namespace) -> int:
     options = {name: value for name, value in vars(args).items() if name not in fixed}
     make = quick_settings if args.quick else BenchSettings
     run_bench(make(args.out, **options))
-    return _report(args.out)
+    return _report(args)
 
 
-def _report(folder: Path) -> int:
+def _report(args: argparse.Namespace) -> int:
     from bench.coserve.result import draw_all
 
-    result = write_result(folder)
-    draw_all(result, folder)
+    result = write_result(args.out)
+    draw_all(result, args.out)
     sys.stdout.write(render(result))
     return int(result["verdict"] == "FAILS")
 
 
-def _verify(folder: Path) -> int:
-    differences = verify(folder)
+def _verify(args: argparse.Namespace) -> int:
+    differences = verify(args.out)
     for difference in differences:
         sys.stdout.write(f"{difference}\n")
-    sys.stdout.write(
-        f"{folder}: {len(differences)} figures differ from the raw records\n"
-        if differences
-        else f"{folder}: every figure follows from the raw records\n"
-    )
+    differ = f"{len(differences)} figures differ from the raw records"
+    found = differ if differences else "every figure follows from the raw records"
+    sys.stdout.write(f"{args.out}: {found}\n")
     return int(bool(differences))
 
 

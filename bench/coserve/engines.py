@@ -119,64 +119,62 @@ class Engines(EngineSet):
         for process in (api, *children):
             pin(process.pid, {self.cores[0 if process in cores else 1]})
 
-    def _log(self, name: str) -> Path:
-        return self.logs / f"engine-{name}.log"
-
     def _host(self, ttft_s: float, tpot_s: float) -> EngineSpec:
-        return EngineSpec(
-            name=HOST,
-            role=EngineRole.HOST,
-            model_dir=self.model_root / HOST_MODEL,
-            port=self.ports[HOST],
-            log=self._log(HOST),
-            dtype=MODELS[HOST_MODEL].dtype,
+        return self._spec(
+            *(HOST, EngineRole.HOST, HOST_MODEL, HOST_SEQUENCES, self.settings.host),
+            {STEP_LOG: str(self.settings.out.resolve())},
             # A few times what it uses alone; beside a naive guest its queue needs ten times that.
             kv_bytes=64 << 20,
-            max_model_len=256,
-            max_num_seqs=HOST_SEQUENCES,
             control_page=self.page,
             ttft_target_s=ttft_s,
             tpot_target_s=tpot_s,
             extra_args=HOST_ARGS[self.settings.host],
-            **self._run_by(self.settings.host, {STEP_LOG: str(self.settings.out.resolve())}),
         )
 
     def _guest(self, core: int | None = None) -> EngineSpec:
-        return EngineSpec(
-            name=GUEST,
-            role=EngineRole.GUEST,
-            model_dir=self.model_root / GUEST_MODEL,
-            port=self.ports[GUEST],
-            log=self._log(GUEST),
+        streams = self.settings.guest_streams
+        return self._spec(
+            *(GUEST, EngineRole.GUEST, GUEST_MODEL, streams, self.settings.guest),
+            {STEP_LOG: str(self.settings.out.resolve()), "ROSE_ORPHAN_S": "5"},
             core=core,
-            dtype=MODELS[GUEST_MODEL].dtype,
             # Two to three times what its streams need: a halved cap is felt, a whole one is not.
             kv_bytes=16 << 20,
-            max_model_len=256,
-            max_num_seqs=self.settings.guest_streams,
             stream_interval=16,
             control_page=self.page,
             verify_key=self.key.verify_key.hex,
             weights_dir=self.store,
-            **self._run_by(
-                self.settings.guest,
-                {STEP_LOG: str(self.settings.out.resolve()), "ROSE_ORPHAN_S": "5"},
-            ),
         )
 
     def _naive(self) -> EngineSpec:
-        return EngineSpec(
-            name=NAIVE,
-            role=EngineRole.STOCK,
-            model_dir=self.model_root / GUEST_MODEL,
-            port=self.ports[NAIVE],
-            log=self._log(NAIVE),
-            dtype=MODELS[GUEST_MODEL].dtype,
-            max_model_len=256,
-            max_num_seqs=self.settings.guest_streams,
+        streams = self.settings.guest_streams
+        return self._spec(
+            *(NAIVE, EngineRole.STOCK, GUEST_MODEL, streams, self.settings.guest),
+            {},
             stream_interval=16,
             extra_args=STOCK_ARGS[self.settings.guest],
-            **self._run_by(self.settings.guest, {}),
+        )
+
+    def _spec(
+        self,
+        name: str,
+        role: EngineRole,
+        model: str,
+        sequences: int,
+        engine: EngineKind,
+        env: dict[str, str],
+        **more: Any,  # noqa: ANN401 - fields of a spec
+    ) -> EngineSpec:
+        return EngineSpec(
+            name=name,
+            role=role,
+            model_dir=self.model_root / model,
+            port=self.ports[name],
+            log=self.logs / f"engine-{name}.log",
+            dtype=MODELS[model].dtype,
+            max_model_len=256,
+            max_num_seqs=sequences,
+            **more,
+            **self._run_by(engine, env),
         )
 
     def _run_by(self, engine: EngineKind, env: dict[str, str]) -> dict[str, Any]:
@@ -218,25 +216,16 @@ class CoserveDrills:
         """Apply version 1."""
         await asyncio.sleep(WHEN * self.event_s)
         began_s = time.monotonic()
-        store = ChunkStore(self.store)
-        client = ReplicaClient(
-            self.session, self.engines.url(GUEST), lambda: self.engines.headers(GUEST)
-        )
+        store, engines = ChunkStore(self.store), self.engines
+        client = ReplicaClient(self.session, engines.url(GUEST), lambda: engines.headers(GUEST))
         try:
             applied = await client.apply([store.manifest_path(1)], store.chunks_dir)
         except (RefusedError, UnavailableError) as error:
             self._write("weight_apply", block, began_s, ok=False, message=str(error))
             return
-        self._write(
-            "weight_apply",
-            block,
-            began_s,
-            ok=applied.ok,
-            pause_s=applied.pause_s,
-            apply_s=applied.apply_s,
-            changed=applied.changed_elements,
-            wire_bytes=applied.wire_bytes,
-        )
+        detail = {"pause_s": applied.pause_s, "apply_s": applied.apply_s}
+        detail |= {"changed": applied.changed_elements, "wire_bytes": applied.wire_bytes}
+        self._write("weight_apply", block, began_s, ok=applied.ok, **detail)
 
     async def kill(self, block: int) -> None:
         """Kill the guest."""
