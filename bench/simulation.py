@@ -2,7 +2,6 @@
 
 measure     starts engines, plays every load five times alone and five times beside a guest
 trace       writes a generated trace in the Azure format, as uneven as the recorded one of 2023
-extract     takes a measured run from the raw records of a co-serving run
 validate    plays a measured run in the simulator, and shows its error beside the repeats' spread
 
 Calibrated is by the first load: the host's step times, how long its API process takes, and how much
@@ -34,10 +33,10 @@ from bench.coserve.plan import (
     PlanBlock,
     quick_settings,
 )
-from bench.coserve.records import CoserveBlockRecord, CoserveRecords, read_run
+from bench.coserve.records import CoserveBlockRecord, CoserveRecords, read_run, written
 from bench.load.protocol import Request as HostRequest
 from bench.load.protocol import write_trace
-from executor.step_log import HEADER, STEP, StepRecord, read_step_log, used_bytes
+from executor.step_log import STEP, StepRecord, read_step_log
 from rose.command_line.output import Format, Table, View, write
 from rose.errors import RoseError
 from rose.simulation import (
@@ -246,10 +245,7 @@ def _steps(folder: Path, role: str, blocks: Sequence[CoserveBlockRecord]) -> Ste
 
 
 def _records(path: Path) -> list[StepRecord]:
-    with path.open("rb") as file:
-        header = file.read(HEADER.size)
-        found = read_step_log(header + file.read(max(0, used_bytes(header) - HEADER.size)))
-    return sorted(record for record in found if record.kind == STEP)
+    return sorted(record for record in read_step_log(written(path)) if record.kind == STEP)
 
 
 def _sizes(
@@ -484,10 +480,6 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--raw", type=Path, default=Path("out/bench/simulation"), metavar="DIR")
     measure.add_argument("--out", type=Path, default=MEASURED, metavar="FILE")
     measure.set_defaults(run=_measure)
-    take = commands.add_parser("extract", help="of raw records of `python -m bench.coserve`")
-    take.add_argument("raw", type=Path, nargs="+", metavar="DIR")
-    take.add_argument("--out", type=Path, default=MEASURED, metavar="FILE")
-    take.set_defaults(run=_extract)
     trace = commands.add_parser("trace", help="for `rose sim what-if`, where there is no other")
     trace.add_argument("--out", type=Path, required=True, metavar="FILE")
     trace.add_argument("--seed", type=int, default=0)
@@ -508,8 +500,10 @@ def _measure(args: argparse.Namespace) -> int:
         args.raw, seed=args.seed, busy_targets=BUSY_TARGETS, event_rounds=0, calibration_s=9.0
     )
     run_bench(settings, repeated_blocks)
-    args.raw = [args.raw]
-    return _extract(args)
+    run = extract(args.raw)
+    write_measured([run], args.out)
+    sys.stdout.write(f"{len(run.loads)} loads in {args.out}\n")
+    return 0
 
 
 def repeated_blocks(settings: BenchSettings, cells: list[ArmCell]) -> list[PlanBlock]:
@@ -524,14 +518,6 @@ def repeated_blocks(settings: BenchSettings, cells: list[ArmCell]) -> list[PlanB
     blocks += [PlanBlock(IDLE_ROSE, settings.idle_block_s, n, 0) for n in range(REPEATS)]
     rng.shuffle(blocks)
     return blocks
-
-
-def _extract(args: argparse.Namespace) -> int:
-    runs = [extract(folder) for folder in args.raw]
-    write_measured(runs, args.out)
-    loads = sum(len(run.loads) for run in runs)
-    sys.stdout.write(f"{loads} loads of {len(runs)} runs in {args.out}\n")
-    return 0
 
 
 def _trace(args: argparse.Namespace) -> int:

@@ -118,14 +118,14 @@ def read_steps(folder: Path, role: str) -> StepTimes:
     found = [np.empty((0, 7), dtype=np.int64)]
     for path in sorted(folder.glob(f"steps-{role}-*.bin")):
         try:
-            body = checked_records(_written(path))
+            body = checked_records(written(path))
         except ValueError as error:
             raise RoseError(f"{path}: {error}") from error
         found.append(np.frombuffer(body, dtype=np.int64).reshape(-1, 7))
     return StepTimes.of(np.concatenate(found))
 
 
-def _written(path: Path) -> bytes:
+def written(path: Path) -> bytes:
     """Return the written part of a log, which may still grow and is mostly a hole."""
     with path.open("rb") as file:
         header = file.read(HEADER.size)

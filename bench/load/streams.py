@@ -236,34 +236,13 @@ class Wire:
         return request_of(self.path, body, more_head=head)
 
 
-def _replica_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
-    sampling = {"temperature": 1.0, "max_tokens": budget}
-    return {"request_id": request_id, "token_ids": prompt, "sampling": sampling}
-
-
 def _tokens_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
     sampling = {"temperature": 1.0, "max_tokens": budget, "logprobs": 1}
     return {"request_id": request_id, "token_ids": prompt, "sampling_params": sampling}
 
 
-def _token_stream_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
-    return _tokens_body(request_id, prompt, budget) | {"stream": True}
-
-
-def _completion_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
-    del request_id
+def _completion_body(_: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": budget, "stream": True}
-
-
-def _trainer_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
-    """Return the body of a trainer that asks an engine directly, as the gateway always asks it."""
-    asked = _completion_body(request_id, prompt, budget)
-    return asked | {"logprobs": 0, "return_token_ids": True}
-
-
-def _sglang_body(request_id: str, prompt: Sequence[int], budget: int) -> dict[str, object]:
-    sampling = {"temperature": 1.0, "max_new_tokens": budget}
-    return {"rid": request_id, "input_ids": prompt, "sampling_params": sampling, "stream": True}
 
 
 def _of_lines(data: bytes) -> list[float]:
@@ -279,13 +258,41 @@ def _of_text(data: bytes) -> list[float]:
     return [float(number) for found in _TEXT.findall(data) for number in found]
 
 
-REPLICA = Wire("replica lines", "/rose/v1/generate", _replica_body, _of_lines)
+REPLICA = Wire(
+    "replica lines",
+    "/rose/v1/generate",
+    lambda request_id, prompt, budget: {
+        "request_id": request_id,
+        "token_ids": prompt,
+        "sampling": {"temperature": 1.0, "max_tokens": budget},
+    },
+    _of_lines,
+)
 TOKENS = Wire("tokens, whole", "/inference/v1/generate", _tokens_body, _of_events, whole=True)
-TOKEN_STREAM = Wire("tokens", "/inference/v1/generate", _token_stream_body, _of_events)
+TOKEN_STREAM = Wire(
+    "tokens",
+    "/inference/v1/generate",
+    lambda *asked: _tokens_body(*asked) | {"stream": True},
+    _of_events,
+)
 COMPLETIONS = Wire("completions", "/v1/completions", _completion_body, _of_text)
-SGLANG = Wire("generate", "/generate", _sglang_body, _of_text)
+SGLANG = Wire(
+    "generate",
+    "/generate",
+    lambda request_id, prompt, budget: {
+        "rid": request_id,
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": budget},
+        "stream": True,
+    },
+    _of_text,
+)
+# A trainer asks an engine directly as the gateway always asks it.
 REAL_TEXT = replace(
-    COMPLETIONS, name="completions, real", body=_trainer_body, real_chunk=b'"text":"'
+    COMPLETIONS,
+    name="completions, real",
+    body=lambda *asked: _completion_body(*asked) | {"logprobs": 0, "return_token_ids": True},
+    real_chunk=b'"text":"',
 )
 REAL_TOKENS = replace(TOKEN_STREAM, name="tokens, real", real_chunk=b'"token_ids":[')
 _ALL = (REPLICA, TOKENS, TOKEN_STREAM, COMPLETIONS, SGLANG, REAL_TEXT, REAL_TOKENS)

@@ -12,7 +12,6 @@ It writes `accept.json` and `accept.md` to --out after each run, and ends with 0
   * every run of a control fails in a claim that must notice.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.common.report import parser_of
 from bench.demo.cli import CONTROLS
 from bench.demo.report.claims import BROKEN_BY_CONTROL
 from bench.demo.report.report import number
@@ -51,31 +51,17 @@ class AcceptRun:
         return [c["name"] for c in self.claims if c["verdict"] == "FAILS" and c["name"] in wanted]
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimRow:
-    """One claim over all seeds."""
-
-    claim: str
-    exact: bool
-    verdicts: dict[str, int]
-    values: list[float | None]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all seeds; 0 when the acceptance holds."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=12, help="acceptance runs (default 12)")
-    parser.add_argument("--controls", type=int, default=3, help="seeds a control (default 3)")
-    parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
+    out = Path("out/demo-accept")
+    parser = parser_of(__doc__, "bench.micro.demo_accept", out, seeds=12, controls=3)
     parser.add_argument("--only", choices=CONTROLS, action="append", help="only these controls")
-    parser.add_argument("--out", type=Path, default=Path("out/demo-accept"))
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    seeds = range(FIRST_SEED, FIRST_SEED + args.seeds)
     wanted = [(seed, "") for seed in seeds]
-    first = args.first_seed
     for control in args.only or CONTROLS:
-        wanted += [(seed, control) for seed in range(first, first + args.controls)]
+        wanted += [(seed, control) for seed in range(FIRST_SEED, FIRST_SEED + args.controls)]
     done: list[AcceptRun] = []
     for seed, control in wanted:
         done.append(ran(args.out, seed, control))
@@ -123,18 +109,19 @@ def line(run: AcceptRun) -> str:
     return f"{run.control or 'accept'} seed {run.seed}:{noticed} {verdicts} ({run.elapsed_s:.0f} s)"
 
 
-def rows(runs: Sequence[AcceptRun]) -> list[ClaimRow]:
+def rows(runs: Sequence[AcceptRun]) -> list[dict[str, Any]]:
+    """Return a row for each claim over all seeds."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in runs:
         for claim in run.claims if not run.control else ():
             found.setdefault(claim["name"], []).append(claim)
     return [
-        ClaimRow(
-            name,
-            claims[0]["exact"],
-            {verdict: sum(c["verdict"] == verdict for c in claims) for verdict in VERDICTS},
-            [claim["value"] for claim in claims],
-        )
+        {
+            "claim": name,
+            "exact": claims[0]["exact"],
+            "verdicts": {v: sum(c["verdict"] == v for c in claims) for v in VERDICTS},
+            "values": [claim["value"] for claim in claims],
+        }
         for name, claims in found.items()
     ]
 
@@ -144,12 +131,12 @@ def shortfalls(runs: Sequence[AcceptRun]) -> list[str]:
     missed = [line(run) for run in runs if not run.claims]
     counted: Counter[str] = Counter()
     for row in rows(runs):
-        if row.verdicts["FAILS"]:
-            missed.append(f"{row.claim}: FAILS {row.verdicts['FAILS']} times")
-        if row.exact and row.verdicts["INCONCLUSIVE"]:
-            missed.append(f"{row.claim}: exact, and INCONCLUSIVE")
-        if not row.exact:
-            counted.update(row.verdicts)
+        if row["verdicts"]["FAILS"]:
+            missed.append(f"{row['claim']}: FAILS {row['verdicts']['FAILS']} times")
+        if row["exact"] and row["verdicts"]["INCONCLUSIVE"]:
+            missed.append(f"{row['claim']}: exact, and INCONCLUSIVE")
+        if not row["exact"]:
+            counted.update(row["verdicts"])
     if counted and counted["HOLDS"] < LEAST_HOLDING * counted.total():
         share = counted["HOLDS"] / counted.total()
         missed.append(f"measured claims: {share:.0%} HOLDS, at least {LEAST_HOLDING:.0%}")
@@ -165,9 +152,9 @@ def page(runs: Sequence[AcceptRun]) -> Iterator[str]:
     yield "| claim | HOLDS | INCONCLUSIVE | FAILS | measured |"
     yield "| --- | ---: | ---: | ---: | --- |"
     for row in rows(runs):
-        values = ", ".join(number(value) for value in row.values)
-        counts = " | ".join(str(row.verdicts[verdict]) for verdict in VERDICTS)
-        yield f"| {row.claim}{' (exact)' if row.exact else ''} | {counts} | {values} |"
+        values = ", ".join(number(value) for value in row["values"])
+        counts = " | ".join(str(row["verdicts"][verdict]) for verdict in VERDICTS)
+        yield f"| {row['claim']}{' (exact)' if row['exact'] else ''} | {counts} | {values} |"
     controls = [run for run in runs if run.control]
     if controls:
         yield "\n| control | seed | FAILS, as it must | s |"
@@ -184,7 +171,7 @@ def page(runs: Sequence[AcceptRun]) -> Iterator[str]:
 
 def write(out: Path, runs: Sequence[AcceptRun]) -> None:
     record = {
-        "claims": [asdict(row) for row in rows(runs)],
+        "claims": rows(runs),
         "shortfalls": shortfalls(runs),
         "runs": [asdict(run) for run in runs],
     }

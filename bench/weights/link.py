@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,6 +29,7 @@ import aiohttp
 import numpy as np
 
 from bench.common.processes import BenchProcess, python
+from bench.weights.ranks import compile_kernels
 from rose.weight_distribution import Credentials, VersionServer
 from weight_transfer import ChunkStore, Manifest, Receiver, SigningKey, TensorBits, VersionPublisher
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits
@@ -69,14 +71,14 @@ async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) 
         fetcher.follow(JOB, origin, None)
         server = VersionServer(store, port, fetcher=fetcher)
         await server.start()
-        await asyncio.to_thread(_warm_up)
+        await asyncio.to_thread(compile_kernels)
         _write(event="up")
         await asyncio.to_thread(sys.stdin.readline)
         began_s = time.monotonic()
         manifest, size = await fetcher.manifest(JOB, 1, origin, None, base=True)
         received = await asyncio.gather(*(fetcher.obtain(ref) for ref in manifest.chunks))
         fetched_s = time.monotonic() - began_s
-        await asyncio.to_thread(_load, store, manifest)
+        await asyncio.to_thread(load, store, manifest)
         ready_s = time.monotonic() - began_s
         _write(event="ready", received=size + sum(received), fetched_s=fetched_s, ready_s=ready_s)
         await asyncio.to_thread(sys.stdin.read)
@@ -84,31 +86,17 @@ async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) 
         await server.close()
 
 
-def _warm_up() -> None:
-    """Compile the kernels: an engine that serves has used them at its start."""
-    with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
-        store = ChunkStore(Path(folder))
-        bits = np.arange(1 << 12, dtype="<u2")
-        tensors = {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
-        publisher = VersionPublisher(store, JOB, "bench", SigningKey.generate())
-        _load(store, publisher.publish_base(1, tensors))
-
-
-def _load(store: ChunkStore, manifest: Manifest) -> None:
-    """Decode, prove and commit all of it."""
+def load(store: ChunkStore, manifest: Manifest) -> None:
+    """Decode, prove and commit all of a base."""
     blank = {
         t.name: TensorBits(
-            t.name, t.dtype, t.shape, np.zeros(_size(t.shape), unsigned(WIDTHS[t.dtype]))
+            t.name, t.dtype, t.shape, np.zeros(prod(t.shape), unsigned(WIDTHS[t.dtype]))
         )
         for t in manifest.tensors
     }
     receiver = Receiver(blank)
     chunks = {ref.id: store.get(ref.id) for ref in manifest.chunks}
     receiver.commit(receiver.decode(manifest, chunks, None, time.time()))
-
-
-def _size(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))
 
 
 def _write(**fields: object) -> None:

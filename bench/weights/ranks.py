@@ -68,17 +68,11 @@ def _publish(root: Path, seed: int) -> int:
 def _row(root: Path, ranks: int, size: int) -> dict[str, object]:
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
-        started = [
-            stack.enter_context(
-                BenchProcess(
-                    f"rank {rank}",
-                    python("bench.weights.ranks", root, ranks, rank),
-                    env=environment,
-                    piped=True,
-                )
-            )
-            for rank in range(ranks)
-        ]
+        started = []
+        for rank in range(ranks):
+            argv = python("bench.weights.ranks", root, ranks, rank)
+            process = BenchProcess(f"rank {rank}", argv, env=environment, piped=True)
+            started.append(stack.enter_context(process))
         found = [json.loads(process.read()) for process in started]
     ratios = {
         name: sum(one[name] for one in found) / size for name in ("read", "decoded", "active")
@@ -98,7 +92,8 @@ def _rank(root: Path, ranks: int, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{root}/meet-{ranks}", rank=rank, world_size=ranks
     )
-    _warm_up()
+    # Their memory is not the checkpoint's.
+    compile_kernels()
     own = _pss_bytes(root / "model")
     found = {}
 
@@ -130,8 +125,8 @@ def _rank(root: Path, ranks: int, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def _warm_up() -> None:
-    """Compile the kernels: their memory is not the checkpoint's."""
+def compile_kernels() -> None:
+    """Compile the kernels, as an engine that serves has done at its start."""
     step = adam_step(64, 64, 1e-4, 0)
     with tempfile.TemporaryDirectory(prefix="rose-warm-") as folder:
         store = ChunkStore(Path(folder))
