@@ -27,7 +27,7 @@ from rose.addresses import free_ports
 from rose.client import Retry, RolloutClient, RolloutError, Sampling, Turn
 from rose.engines import EngineRole, EngineSpec
 from rose.engines.launch import EngineProcess
-from rose.errors import EngineStartError
+from rose.node.replica_client import ReplicaClient
 
 PROG = "bench.chaos"
 START_S = 240.0
@@ -65,10 +65,12 @@ class ChaosReplica:
 
     async def drain(self) -> int:
         """Revoke: all its turns end here; returns how many."""
-        return int((await self._command("drain"))["aborted"])
+        self.epoch += 1
+        return await self._client.drain(self.epoch, "chaos")
 
     async def admit(self) -> None:
-        await self._command("admit")
+        self.epoch += 1
+        await self._client.admit(self.epoch)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the whole group of the engine."""
@@ -87,14 +89,11 @@ class ChaosReplica:
             self.signal(signal.SIGCONT)
             await self.engine.stop()
 
-    async def _command(self, path: str) -> dict[str, Any]:
+    @property
+    def _client(self) -> ReplicaClient:
         assert self.engine is not None
-        self.epoch += 1
-        url, body = f"{self.spec.url}/rose/v1/{path}", {"epoch": self.epoch, "reason": "chaos"}
-        async with self.http.post(url, json=body, headers=self.engine.headers) as answer:
-            if answer.status != 200:
-                raise EngineStartError(f"{url} answers {answer.status}: {await answer.text()}")
-            return dict(await answer.json())
+        engine = self.engine
+        return ReplicaClient(self.http, self.spec.url, lambda: engine.headers)
 
 
 @dataclass

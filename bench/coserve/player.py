@@ -6,11 +6,12 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import aiohttp
 import msgspec
@@ -20,7 +21,7 @@ from bench.common.jsonl_process import JsonlProcess
 from bench.common.stats import metric
 from bench.coserve.busy_hold import HostBusyHold, limit_of
 from bench.coserve.plan import GUEST, HOST, NAIVE, Arm, GuestLoad, PlanBlock
-from bench.coserve.records import CoserveBlockRecord, Counters
+from bench.coserve.records import BLOCKS, CoserveBlockRecord, Counters
 from bench.load.generator import CompletionBody, complete
 from bench.load.protocol import LoadConfig
 from executor import (
@@ -414,23 +415,46 @@ class Player:
             await asyncio.sleep(POLL_S)
 
 
-async def start_load(
-    config: LoadConfig, log: Path, scratch: Path, core: int | None = None
-) -> JsonlProcess:
-    """Start the load generator of the host's clients; returns once it is ready."""
-    path = scratch / "load.json"
-    path.write_text(config.model_dump_json())
-    argv = (sys.executable, "-m", "bench.load.generator", "--config", str(path))
-    load = await JsonlProcess.start(
-        ProcessSpec(name="load", argv=argv, log=log, core=core, piped=True)
-    )
-    await load.expect("ready", READY_TIMEOUT_S)
-    return load
+@asynccontextmanager
+async def playing(
+    engines: EngineSet,
+    page: ControlPage,
+    granting: Granting,
+    start: Callable[[], Awaitable[None]],
+    config: LoadConfig,
+    logs: Path,
+    *,
+    first: Arm,
+    guest: GuestLoad,
+    core: int | None = None,
+    **options: Any,  # noqa: ANN401 - of the player
+) -> AsyncIterator[Player]:
+    """Start the engines, then the load of the host's clients; give the player, and end everything.
 
-
-def engine_http() -> aiohttp.ClientSession:
-    """Open a client for the engines: any number of requests at once, each with a timeout."""
-    return aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S),
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
-    )
+    start: starts the engines under the rules of `first`, since a guest that never sees a grant ends
+    itself. core: CPU of the load generator.
+    """
+    async with AsyncExitStack() as stack:
+        stack.callback(page.close)
+        stack.callback(granting.drain_latencies)
+        stack.callback(granting.stop)
+        stack.push_async_callback(engines.stop)
+        granting.rule(first, None, guest)
+        await start()
+        path = page.path.with_name("load.json")
+        path.write_text(config.model_dump_json())
+        argv = (sys.executable, "-m", "bench.load.generator", "--config", str(path))
+        log = logs / "load.log"
+        load = await JsonlProcess.start(ProcessSpec("load", argv, log=log, core=core, piped=True))
+        stack.push_async_callback(load.stop)
+        await load.expect("ready", READY_TIMEOUT_S)
+        # Any number of requests at once, each with a timeout.
+        session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=HTTP_TIMEOUT_S),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+        )
+        http = await stack.enter_async_context(session)
+        log_of_blocks = JsonlLog(config.out.with_name(BLOCKS), KEEP_ALL)
+        yield Player(
+            config.seed, guest, engines, page, granting, load, http, log_of_blocks, **options
+        )

@@ -175,7 +175,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         number(row["spare_efficiency"], 2),
         number(row["held"], 2),
         number(row["host_kv_pressed"], 2),
-        number(_mib(row["guest_kv_bytes"]), 1),
+        number(row["guest_kv_bytes"] and row["guest_kv_bytes"] / 2**20, 1),
         row["verdict"],
     )
 
@@ -189,10 +189,6 @@ def _limit(settings: dict[str, Any]) -> str:
         f"{limit.share:g} over {limit.over_s:g} s; held from there on, lent again below"
         f" {limit.resume:g}"
     )
-
-
-def _mib(size: float | None) -> float | None:
-    return None if size is None else size / 2**20
 
 
 def _ratio(value: float | None, ci95: Sequence[float | None] | None) -> str:

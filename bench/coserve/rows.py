@@ -162,7 +162,13 @@ def mismatches(windows: Sequence[Window]) -> int:
 
 def core_rules(found: Evidence) -> list[Check]:
     """Return all checks of an arm on a shared core."""
-    checks = _host_checks(found) + harvest_checks(found)
+    if found.group.arm.slack_share:
+        checks = _target_checks(found)
+    else:
+        # A guest that just runs may take its computing time of the core, without the time that the
+        # host took back from it.
+        checks = ratio_checks(found, found.guest["guest_step_cpu_p99_s"] or 0.0)
+    checks += harvest_checks(found)
     compared = sum(pair.both_digests for window in found.windows for pair in window)
     checks.append(exactly_none("token_mismatches", mismatches(found.windows), compared))
     caused = max(0, found.caused_preemptions)
@@ -191,22 +197,10 @@ def harvest_checks(found: Evidence) -> list[Check]:
     if arm not in ARMS or arm.guest != "rose":
         return []
     if arm.slack_share:
-        return [
-            at_least(
-                "spare_efficiency",
-                found.harvest.spare_efficiency,
-                MIN_SPARE_EFFICIENCY,
-                decisive=busy in SPARE_EFFICIENCY_AT,
-            )
-        ]
-    return [
-        at_least(
-            "idle_efficiency",
-            found.harvest.idle_efficiency,
-            MIN_IDLE_EFFICIENCY,
-            decisive=busy in IDLE_EFFICIENCY_AT,
-        )
-    ]
+        spare, decisive = found.harvest.spare_efficiency, busy in SPARE_EFFICIENCY_AT
+        return [at_least("spare_efficiency", spare, MIN_SPARE_EFFICIENCY, decisive=decisive)]
+    idle, decisive = found.harvest.idle_efficiency, busy in IDLE_EFFICIENCY_AT
+    return [at_least("idle_efficiency", idle, MIN_IDLE_EFFICIENCY, decisive=decisive)]
 
 
 def undecided(check: Check) -> Check:
@@ -214,21 +208,16 @@ def undecided(check: Check) -> Check:
     return replace(check, verdict=INCONCLUSIVE, decisive=False)
 
 
-def _host_checks(found: Evidence) -> list[Check]:
-    """Judge latencies against alone, or with slack lent the share of requests in their targets."""
-    if found.group.arm.slack_share:
-        return _target_checks(found)
-    # A guest that just runs may take its computing time of the core, without the time that the host
-    # took back from it.
-    return ratio_checks(found, found.guest["guest_step_cpu_p99_s"] or 0.0)
-
-
 def _target_checks(found: Evidence) -> list[Check]:
     spec = found.spec
-    good = [[(_good(p.arm, spec), _good(p.alone, spec)) for p in w] for w in found.windows]
-    if not good:
+
+    def good(request: Request) -> float:
+        return float(as_slo(request).meets(spec))
+
+    good_pairs = [[(good(p.arm), good(p.alone)) for p in w] for w in found.windows]
+    if not good_pairs:
         return [at_least("attainment", None, -MAX_ATTAINMENT_LOSS)]
-    lost = paired_difference(good, found.seed)
+    lost = paired_difference(good_pairs, found.seed)
     return [at_least("attainment_difference", lost, -MAX_ATTAINMENT_LOSS)]
 
 
@@ -243,10 +232,6 @@ def _guest_checks(found: Evidence) -> list[Check]:
         at_most("guest_step_cpu_p99_s", cpu_s, MAX_GUEST_STEP_S, decisive=False),
         at_most("yield_p99_s", yield_s, room_s, decisive=False),
     ]
-
-
-def _good(request: Request, spec: SloSpec) -> float:
-    return float(as_slo(request).meets(spec))
 
 
 Row = dict[str, Any]
@@ -294,7 +279,11 @@ class Analysis:
         spare = 1 - load["offered"] / load["capacity"]
         found = harvest(self._records, group.pairs, group.arm.guest, spare)
         guest = self._guest_times(group)
-        ratios = self._ratios(windows)
+        ratios = {
+            (metric, percent): percentile_ratio(windows, metric, percent, self._records.run.seed)
+            for metric in METRICS
+            for percent in PERCENTS
+        }
         caused = _preemptions(group, alone=False) - _preemptions(group, alone=True)
         checks = self._rules(
             Evidence(
@@ -336,13 +325,6 @@ class Analysis:
             "offered": sum(len(self._index.of(block)) for block in alone) / seconds,
             "capacity": self._records.run.capacity_rps,
             "traffic": group.traffic,
-        }
-
-    def _ratios(self, windows: Sequence[Window]) -> Ratios:
-        return {
-            (metric, percent): percentile_ratio(windows, metric, percent, self._records.run.seed)
-            for metric in METRICS
-            for percent in PERCENTS
         }
 
     def _host(self, requests: Sequence[Request], seconds: float) -> Row:

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from bench.common import tiny_models
-from bench.common.jsonl_process import JsonlProcess
 from bench.coserve.calibration import (
     TARGETS_FROM,
     choose_targets,
@@ -48,9 +47,8 @@ from bench.coserve.plan import (
     round_s,
     rounds_wanted,
 )
-from bench.coserve.player import Granting, Player, engine_http, start_load
+from bench.coserve.player import Granting, Player, playing
 from bench.coserve.records import (
-    BLOCKS,
     CLIENT_REQUESTS,
     EVENTS,
     RUN,
@@ -149,36 +147,20 @@ class _CoserveRun:
             key=key,
             store=scratch / "store",
         )
-        load: JsonlProcess | None = None
-        blocks, events = (
-            JsonlLog(self._out / BLOCKS, KEEP_ALL),
-            JsonlLog(self._out / EVENTS, KEEP_ALL),
-        )
-        async with engine_http() as session:
-            try:
-                # A guest that never sees a grant ends itself.
-                granting.rule(EVENT_ALONE, None, settings.guest_load)
-                self._say("engines start")
-                await engines.start_all()
-                load = await start_load(
-                    self._load_config(engines), self._logs / "load.log", scratch, engines.cores[1]
-                )
-                player = Player(
-                    settings.seed, settings.guest_load, engines, page, granting, load, session,
-                    blocks, lent_priority=settings.lent_priority,
-                )  # fmt: skip
-                drills = CoserveDrills(
-                    engines, session, scratch / "store", events, settings.event_s
-                )
-                drills.publish(key, engines.model_root / GUEST_MODEL, settings.seed)
-                yield player, drills
-            finally:
-                if load:
-                    await load.stop()
-                await engines.stop()
-                granting.stop()
-                granting.drain_latencies()
-                page.close()
+        events = JsonlLog(self._out / EVENTS, KEEP_ALL)
+        self._say("engines start")
+        async with playing(
+            *(engines, page, granting, engines.start_all, self._load_config(engines), self._logs),
+            first=EVENT_ALONE,
+            guest=settings.guest_load,
+            core=engines.cores[1],
+            lent_priority=settings.lent_priority,
+        ) as player:
+            drills = CoserveDrills(
+                engines, player.session, scratch / "store", events, settings.event_s
+            )
+            drills.publish(key, engines.model_root / GUEST_MODEL, settings.seed)
+            yield player, drills
 
     async def _measure(self, player: Player, drills: CoserveDrills) -> None:
         settings = self._settings

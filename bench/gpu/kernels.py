@@ -73,15 +73,16 @@ def told(place: str) -> dict[str, Any]:
 
 def seconds(work: Callable[[], Any], rounds: int, place: str) -> list[float]:
     """Return the seconds of each round, after rounds that compile and warm up."""
-    return [_timed(work, place) for _ in range(rounds + WARM_UP_ROUNDS)][WARM_UP_ROUNDS:]
+    return [_timed(work, place)[0] for _ in range(rounds + WARM_UP_ROUNDS)][WARM_UP_ROUNDS:]
 
 
-def _timed(work: Callable[[], Any], place: str) -> float:
+def _timed(work: Callable[[], Any], place: str) -> tuple[float, Any]:
+    """Return the seconds of some work, and its result."""
     _synchronise(place)
     started_s = time.perf_counter()
-    work()
+    found = work()
     _synchronise(place)
-    return time.perf_counter() - started_s
+    return time.perf_counter() - started_s, found
 
 
 def _synchronise(place: str) -> None:
@@ -263,15 +264,13 @@ def update(sizes: Sizes, place: str) -> dict[str, Any]:
     changes = [_flipped(tensor, sizes.density) for tensor in live.values()]
     from weight_transfer.kernels.device import stage
 
-    staged: list[Any] = []
-    staged_s = _timed(partial(_append, staged, partial(stage, changes, RESIDENT_BYTES)), place)
-    [exchange] = staged
+    staged_s, exchange = _timed(partial(stage, changes, RESIDENT_BYTES), place)
     spent_s = []
     for number in range(sizes.rounds + WARM_UP_ROUNDS):
-        back, odd = bool(number % 2), list[Any]()
-        work = partial(_append, odd, partial(exchange.run, back=back))
-        spent_s.append(_timed(work, place))
-        _insist_written(changes, int(odd[0].sum()), back=back)
+        back = bool(number % 2)
+        took_s, odd = _timed(partial(exchange.run, back=back), place)
+        spent_s.append(took_s)
+        _insist_written(changes, int(odd.sum()), back=back)
     return {
         "model": sizes.model,
         "tensors": len(live),
@@ -283,10 +282,6 @@ def update(sizes: Sizes, place: str) -> dict[str, Any]:
         "overwrite_s": spread(spent_s[WARM_UP_ROUNDS:]),
         **told(place),
     }
-
-
-def _append(found: list[Any], work: Callable[[], Any]) -> None:
-    found.append(work())
 
 
 def _flipped(tensor: Any, density: float) -> tuple[Any, Any]:  # noqa: ANN401 -- torch's

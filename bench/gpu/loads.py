@@ -16,7 +16,6 @@ from bench.coserve.records import CoserveBlockRecord
 from bench.coserve.rows import (
     MIN_REQUESTS_FOR_P99,
     Evidence,
-    Row,
     arm_of,
     harvest_checks,
     ratio_checks,
@@ -125,14 +124,12 @@ async def _measured(
             row | {"requests_wanted_for_p99": requests_wanted(row["host"]["requests"])}
             for row in rows
         ],
-        "naive_harms_the_host": _harmed(rows),
+        # Only where naive co-location fails there was a danger.
+        "naive_harms_the_host": any(
+            row["verdict"] == FAILS for row in rows if arm_of(row).guest == "naive"
+        ),
         "blocks": [_told(record) for record in records],
     }
-
-
-def _harmed(rows: Sequence[Row]) -> bool:
-    """Return True if naive co-location fails: only then there was a danger."""
-    return any(row["verdict"] == FAILS for row in rows if arm_of(row).guest == "naive")
 
 
 def _told(record: CoserveBlockRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`python -m bench.gpu.measure PIECE… --sizes JSON …`: the pieces' work, in a process of its own.
+"""`python -m bench.gpu.measure JSON`: the work of the pieces in an order, in a process of its own.
 
 A fault of the card so ends this piece alone, and all its memory goes back. The process writes
 {"measured"} or {"failed": one line} to PIECE.json as each piece is done; after a piece that failed
@@ -9,7 +9,6 @@ it ends. Served pieces share the engines of one process, since starting three en
              the other pieces are left for another process
 """
 
-import argparse
 import asyncio
 import importlib
 import itertools
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from bench.gpu.machine import MARK, ROOT
@@ -81,12 +81,16 @@ def measure_apart(
     """
     order.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rose-gpu-") as scratch:
-        command = [
-            sys.executable, "-m", module, *(piece.name for piece in order.pieces),
-            "--sizes", json.dumps(asdict(order.sizes)), "--out", scratch, "--place", place,
-            "--seconds", str(order.seconds), "--logs", str(order.logs.absolute()),
-            "--kept", str(order.kept.absolute()),
-        ]  # fmt: skip
+        told = {
+            "pieces": [piece.name for piece in order.pieces],
+            "sizes": asdict(order.sizes),
+            "seconds": order.seconds,
+            "place": place,
+            "out": scratch,
+            "logs": str(order.logs.absolute()),
+            "kept": str(order.kept.absolute()),
+        }
+        command = [sys.executable, "-m", module, json.dumps(told)]
         with (
             order.log.open("wb") as log,
             subprocess.Popen(  # noqa: S603 -- our own
@@ -146,7 +150,7 @@ def environment_of(card: Card) -> dict[str, str]:
 class PieceWork:
     """The pieces of this process; `waiting` are those without an answer."""
 
-    def __init__(self, pieces: Sequence[GpuPiece], sizes: Sizes, args: argparse.Namespace) -> None:
+    def __init__(self, pieces: Sequence[GpuPiece], sizes: Sizes, args: SimpleNamespace) -> None:
         self.waiting = list(pieces)
         self._sizes = sizes
         self._args = args
@@ -222,17 +226,10 @@ def _write(folder: Path, piece: str, answer: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure pieces; exit code 1 when one could not be measured."""
-    parser = argparse.ArgumentParser(prog="bench.gpu.measure", description=__doc__)
-    parser.add_argument("pieces", nargs="+", metavar="PIECE")
-    parser.add_argument("--sizes", required=True, metavar="JSON")
-    parser.add_argument("--place", required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for all pieces")
-    for folder in ("--out", "--logs", "--kept"):
-        parser.add_argument(folder, type=Path, required=True, metavar="DIR")
-    args = parser.parse_args(argv)
+    args = SimpleNamespace(**json.loads((argv or sys.argv[1:])[0]))
+    args.out, args.logs, args.kept = Path(args.out), Path(args.logs), Path(args.kept)
     signal.alarm(int(args.seconds) + ALARM_S)
-    sizes = Sizes.of(json.loads(args.sizes))
-    work = PieceWork(pieces_of(tuple(args.pieces)), sizes, args)
+    work = PieceWork(pieces_of(tuple(args.pieces)), Sizes.of(args.sizes), args)
     try:
         work.run()
     except Exception as error:  # noqa: BLE001 -- the runner gets every error in one line

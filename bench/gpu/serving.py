@@ -16,19 +16,17 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import aiohttp
 import msgspec
 
 from bench.common.engines import EngineSet
 from bench.coserve.calibration import RateSearch, find_rate, measure_capacity, pace
 from bench.coserve.plan import CALIBRATION, GUEST, HOST, NAIVE, WARM_UP, ArmCell, PlanBlock
-from bench.coserve.player import Drill, Granting, Player, engine_http, start_load
+from bench.coserve.player import Drill, Granting, Player, playing
 from bench.coserve.records import (
-    BLOCKS,
     CLIENT_REQUESTS,
     Calibration,
     CoserveBlockRecord,
@@ -48,7 +46,7 @@ from executor.step_log import STEP_LOG
 from rose.addresses import free_ports
 from rose.engines import Device, EngineRole, EngineSpec, module_path
 from rose.errors import ConfigError, RoseError
-from rose.logs.eventlog import KEEP_ALL, JsonlLog, read_lines
+from rose.logs.eventlog import read_lines
 from rose.node.guest.guard import GUEST_SAMPLES, GuestSample
 from weight_transfer import SigningKey
 
@@ -199,15 +197,13 @@ class ServingSession:
     """Engines, load and player of a process.
 
     folder: raw records and logs. until_s: end of this process's time (monotonic clock).
-    start_s: seconds that the engines took to start. http: for requests to the engines; its requests
-    have a timeout.
+    start_s: seconds that the engines took to start.
     """
 
     folder: Path
     until_s: float
     engines: ServingEngines
     load_config: LoadConfig
-    http: aiohttp.ClientSession
     player: Player
     rates: KeptRates
     start_s: float
@@ -321,47 +317,43 @@ async def opened_session(
     before `until_s`.
     """
     began_s = time.monotonic()
-    async with AsyncExitStack() as stack:
-        private = tempfile.TemporaryDirectory(prefix="rose-serving-", dir=PAGE_FOLDER)
-        scratch = Path(stack.enter_context(private))
-        page = ControlPage.create(scratch / "page")
-        stack.callback(page.close)
-        granting = Granting(page, folder, folder)
-        stack.callback(granting.drain_latencies)
-        stack.callback(granting.stop)
-        weights, written_s = None, 0.0
-        if known_weights:
-            place = folder.parent / "weights" / sizes.guest
-            weights = write_weights(shape_of(sizes.guest), place, sizes.seed)
-            written_s = time.monotonic() - began_s
+    weights, written_s = None, 0.0
+    if known_weights:
+        place = folder.parent / "weights" / sizes.guest
+        weights = write_weights(shape_of(sizes.guest), place, sizes.seed)
+        written_s = time.monotonic() - began_s
+    with tempfile.TemporaryDirectory(prefix="rose-serving-", dir=PAGE_FOLDER) as scratch:
+        page = ControlPage.create(Path(scratch) / "page")
         engines = ServingEngines(
             sizes=sizes,
             device=device,
-            page=scratch / "page",
+            page=page.path,
             folder=folder,
             key=SigningKey.generate(),
             guest_weights=weights,
             weights_written_s=written_s,
         )
-        stack.push_async_callback(engines.stop)
-        # A guest that never sees a grant ends itself, and its warm-up wants leave to run.
-        granting.rule(WARM_UP, None, sizes.guest_load)
-        await engines.start(until_s - time.monotonic())
-        start_s = time.monotonic() - began_s
+        start_s = 0.0
+
+        async def start() -> None:
+            nonlocal start_s
+            await engines.start(until_s - time.monotonic())
+            start_s = time.monotonic() - began_s
+
         config = _load_config(sizes, engines.url(HOST), folder)
-        load = await start_load(config, folder / "load.log", scratch)
-        stack.push_async_callback(load.stop)
-        http = await stack.enter_async_context(engine_http())
-        player = Player(
-            sizes.seed, sizes.guest_load, engines, page, granting, load, http,
-            JsonlLog(folder / BLOCKS, KEEP_ALL),
-            insist_empty=True, empty_patience_s=EMPTY_PATIENCE_S,
-        )  # fmt: skip
-        rates = KeptRates(kept / RATES, _facts(sizes, device))
-        session = ServingSession(folder, until_s, engines, config, http, player, rates, start_s)
-        session.say(f"engines are up after {start_s:.0f} s")
-        await session.play(PlanBlock(WARM_UP, WARM_UP_BLOCK_S, 0, 0))
-        yield session
+        async with playing(
+            *(engines, page, Granting(page, folder, folder), start, config, folder),
+            # The guest's warm-up wants leave to run.
+            first=WARM_UP,
+            guest=sizes.guest_load,
+            insist_empty=True,
+            empty_patience_s=EMPTY_PATIENCE_S,
+        ) as player:
+            rates = KeptRates(kept / RATES, _facts(sizes, device))
+            session = ServingSession(folder, until_s, engines, config, player, rates, start_s)
+            session.say(f"engines are up after {start_s:.0f} s")
+            await session.play(PlanBlock(WARM_UP, WARM_UP_BLOCK_S, 0, 0))
+            yield session
 
 
 def _facts(sizes: ServingSizes, device: Device) -> HostFacts:

@@ -157,7 +157,7 @@ async def updates(session: ServingSession, seconds: float) -> Measured:
     versions = await asyncio.to_thread(GuestVersions, weights, folder, key, sizes.seed)
     cell = await session.cell(BUSY, "poisson")
     engines = session.engines
-    guest = GuestClient(session.http, engines.url(GUEST), engines.headers(GUEST))
+    guest = GuestClient(session.player.session, engines.url(GUEST), engines.headers(GUEST))
     turns = StampedTurns(guest, sizes.guest_load.output_tokens)
     first = await _without_host(session, versions, turns)
     reports: list[dict[str, Any]] = []
@@ -171,13 +171,14 @@ async def updates(session: ServingSession, seconds: float) -> Measured:
         during += blocks
         control += [await session.play(_again(block, cell, sizes.arm_s)) for block in blocks]
         longest_s = max(longest_s, time.monotonic() - began_s)
+    pauses_s = [report["pause_s"] for report in reports]
     return {
         "engines_start_s": session.start_s,
         "weights_written_s": session.engines.weights_written_s,
         "traffic": {"busy": BUSY, "rate_per_s": cell.rate_per_s},
         "first": first,
         "updates": reports,
-        "pause_s": _spread([report["pause_s"] for report in reports]),
+        "pause_s": {"p50": percentile(pauses_s, 50), "most": max(pauses_s), "count": len(pauses_s)},
         "host": await _host(session, during, control),
         "stamped": {
             "turns": turns.turns,
@@ -249,10 +250,6 @@ async def _update(
 def _again(record: CoserveBlockRecord, cell: ArmCell, seconds: float) -> PlanBlock:
     """Return the same arrivals under the same rules."""
     return PlanBlock(ARM, seconds, record.round, record.segment, cell)
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"p50": percentile(values, 50), "most": max(values), "count": len(values)}
 
 
 async def _host(
