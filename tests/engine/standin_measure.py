@@ -1,6 +1,5 @@
 """In place of `bench.gpu.measure`: behaves as its pieces' names say, one after another."""
 
-import itertools
 import json
 import os
 import signal
@@ -10,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(sys.argv[sys.argv.index("--out") + 1])
-SIZES = json.loads(sys.argv[sys.argv.index("--sizes") + 1])
+ORDER = json.loads(sys.argv[1])
+FOLDER = Path(ORDER["out"])
 
 
 def say(line: str) -> None:
@@ -40,8 +39,8 @@ def behave(name: str) -> None:
     elif name == "no time left":
         sys.exit(0)
     else:
-        answer(name, {"measured": {"sizes": SIZES}})
+        answer(name, {"measured": {"sizes": ORDER["sizes"]}})
 
 
-for piece in itertools.takewhile(lambda word: not word.startswith("--"), sys.argv[1:]):
+for piece in ORDER["pieces"]:
     behave(piece)
