@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from rose.gateway.stats import GatewayStats
 from rose.gateway.turn_request import Origin, Sampling, TurnRequest
 from tests.unit.client.virtual_time import run_virtually
 
-Ask = Callable[[str, int, list[int]], Awaitable[None]]
+SESSION = "{session}"
 BLOCK = 16
 REPLICAS = 3
 SCALE = Scale(sessions=18, turns=10, max_prompt=400, think_s=0.02)
@@ -65,7 +64,9 @@ async def _serve(cache: PrefixCache, prompt: list[int]) -> None:
 class Fleet:
     """Replicas behind the gateway's dispatcher: its queue and its routing, without sockets."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, names: str) -> None:
+        """`names`: a session's name as its caller gives it with each turn."""
+        self._names = names
         self.caches = {f"r{number}": PrefixCache(blocks) for number in range(REPLICAS)}
         self._dispatcher = Dispatcher(
             GatewaySettings(0, scheduler="127.0.0.1:1"),
@@ -78,19 +79,12 @@ class Fleet:
     async def ask(self, session: str, turn: int, prompt: list[int]) -> None:
         """One turn as the gateway has it: placed, answered, over."""
         sampling = Sampling(max_tokens=OUTPUT_TOKENS)
-        request = TurnRequest(f"{session}.{turn}", prompt, sampling, Origin(session))
+        origin = Origin(self._names.format(session=session, turn=turn))
+        request = TurnRequest(f"{session}.{turn}", prompt, sampling, origin)
         place = await self._dispatcher.acquire(request.need())
         await _serve(self.caches[place.entry.id], prompt)
         self._dispatcher.journaled(place, OUTPUT_TOKENS)
         self._dispatcher.finish(place, End.FINISHED)
-
-    async def ask_anonymously(self, session: str, turn: int, prompt: list[int]) -> None:
-        """The same turn of a caller that does not say whose it is."""
-        await self.ask("", turn, prompt)
-
-    async def ask_under_another_name(self, session: str, turn: int, prompt: list[int]) -> None:
-        """The same turn of a caller that takes each for a trajectory of its own."""
-        await self.ask(f"{session}.{turn}", turn, prompt)
 
     def hit_rate(self) -> float:
         """Cached tokens among those of all prompts."""
@@ -116,58 +110,44 @@ def _oracle(sessions: list[AgentSession], blocks: int) -> float:
     return sum(cache.found for cache in caches) / sum(cache.asked for cache in caches)
 
 
-def _hit_rate(
-    sessions: list[AgentSession], blocks: int, ask: Callable[[Fleet], Ask] = lambda fleet: fleet.ask
-) -> float:
-    """Return the hit rate of sessions replayed side by side, by a clock of their own."""
+def _of_oracle(sessions: list[AgentSession], names: str = SESSION) -> float:
+    """Return the hit rate of sessions replayed side by side, by a clock of their own, over the
+    oracle's.
+    """
+    # Room for twice a replica's share: how long a session gets, no router knows.
+    blocks = int(2 * sum(s.turns[-1].prompt_tokens for s in sessions) / BLOCK / REPLICAS)
 
     async def replayed() -> float:
-        fleet = Fleet(blocks)
-        turns = await replay(sessions, ask(fleet))
+        fleet = Fleet(blocks, names)
+        turns = await replay(sessions, fleet.ask)
         assert turns == sum(len(session.turns) for session in sessions)
         asked = [cache.asked for cache in fleet.caches.values()]
         assert min(asked) > sum(asked) / 10, "all share the work"
         return fleet.hit_rate()
 
-    return run_virtually(replayed())
-
-
-def _blocks(sessions: list[AgentSession]) -> int:
-    """Room for twice a replica's share: how long a session gets, no router knows."""
-    longest = sum(session.turns[-1].prompt_tokens for session in sessions)
-    return int(2 * longest / BLOCK / REPLICAS)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_made_up_sessions_keep_their_prefixes(seed: int) -> None:
-    sessions = made_up_sessions(SCALE, seed)
-    oracle = _oracle(sessions, _blocks(sessions))
+    oracle = _oracle(sessions, blocks)
     assert oracle > 0.5, "or there was nothing to keep"
-    assert _hit_rate(sessions, _blocks(sessions)) >= OF_ORACLE * oracle
+    return run_virtually(replayed()) / oracle
+
+
+@pytest.mark.parametrize(
+    ("seed", "names", "kept"),
+    [
+        *((seed, SESSION, True) for seed in range(3)),
+        (0, "", True),
+        (0, "{session}.{turn}", False),
+    ],
+    ids=["first", "second", "third", "without a name", "a name for each turn"],
+)
+def test_made_up_sessions_keep_their_prefixes(seed: int, names: str, kept: bool) -> None:
+    assert (_of_oracle(made_up_sessions(SCALE, seed), names) >= OF_ORACLE) is kept
 
 
 @pytest.mark.skipif(
     not RECORDED.exists(), reason="no recorded sessions: name a file in ROSE_AGENTIC_SESSIONS"
 )
 def test_recorded_sessions_keep_their_prefixes() -> None:
-    sessions = read_sessions(RECORDED, SCALE)
-    oracle = _oracle(sessions, _blocks(sessions))
-    assert oracle > 0.5
-    assert _hit_rate(sessions, _blocks(sessions)) >= OF_ORACLE * oracle
-
-
-def test_sessions_that_have_no_name_are_known_by_their_prompts() -> None:
-    sessions = made_up_sessions(SCALE)
-    blocks = _blocks(sessions)
-    found = _hit_rate(sessions, blocks, lambda fleet: fleet.ask_anonymously)
-    assert found >= OF_ORACLE * _oracle(sessions, blocks)
-
-
-def test_a_name_for_each_turn_shows_that_the_test_can_fail() -> None:
-    sessions = made_up_sessions(SCALE)
-    blocks = _blocks(sessions)
-    found = _hit_rate(sessions, blocks, lambda fleet: fleet.ask_under_another_name)
-    assert found < OF_ORACLE * _oracle(sessions, blocks)
+    assert _of_oracle(read_sessions(RECORDED, SCALE)) >= OF_ORACLE
 
 
 def test_prompts_grow_by_their_own_tokens_and_scales_hold(tmp_path: Path) -> None:

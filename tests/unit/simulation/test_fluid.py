@@ -29,9 +29,7 @@ from rose.simulation import (
 )
 from rose.simulation.fluid.fleet import Deployment, FleetJob, FleetSpec, run_fleet
 from rose.simulation.fluid.hosts import (
-    GuestDuty,
     HostPoolFluid,
-    ServingFluid,
     UserMix,
     busy_share,
 )
@@ -214,17 +212,6 @@ def test_an_operator_asks_with_a_trace_and_reads_what_was_assumed(
     path.write_text(path.read_text() + "2026-01-01 00:00:00,1,1\n")
     assert main(asked) == 2
     assert f"{path}:602: TIMESTAMP" in capsys.readouterr().err
-
-
-def test_a_guest_beside_a_busy_host_waits_for_slack() -> None:
-    """The gate's rule: a step that does not fit the lent share of the slack does not begin."""
-
-    def lent(step_s: float) -> float:
-        fluid = ServingFluid(POOL, SteadyUsers(12.0, 60.0).requests(0), 60.0)
-        fluid.advance(60.0, GuestDuty(1.0, step_s))
-        return fluid.lent_s
-
-    assert lent(0.01) > lent(0.09)
 
 
 @pytest.mark.parametrize("hosts", [1, 39, 40, 400])
