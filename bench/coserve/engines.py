@@ -14,7 +14,7 @@ import psutil
 
 from bench.common.engines import EngineSet, pin
 from bench.common.tiny_models import TinyModel
-from bench.coserve.plan import GUEST, HOST, NAIVE, BenchSettings
+from bench.coserve.plan import EVENTS, GUEST, HOST, NAIVE, BenchSettings
 from bench.coserve.player import Drill
 from executor.step_log import STEP_LOG
 from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
@@ -198,11 +198,9 @@ class CoserveDrills:
 
     def of(self, name: str) -> Drill | None:
         """Return the drill of an arm, None for the arm without an event."""
-        drills: dict[str, Drill] = {
-            "weight_apply": self.apply,
-            "guest_kill": self.kill,
-            "guest_start": self.start,
-        }
+        drills: dict[str, Drill] = dict(
+            zip(EVENTS, (self.apply, self.kill, self.start), strict=True)
+        )
         return drills.get(name)
 
     def publish(self, key: SigningKey, model: Path, seed: int) -> None:
@@ -242,18 +240,9 @@ class CoserveDrills:
         self._write("guest_start", block, began_s, ok=True, window_s=self.event_s)
 
     def _write(self, event: str, block: int, began_s: float, *, ok: bool, **detail: object) -> None:
-        now_s = time.monotonic()
-        self.log.write(
-            {
-                "t_s": began_s,
-                "source": "bench",
-                "event": event,
-                "block": block,
-                "took_s": now_s - began_s,
-                "ok": ok,
-                "detail": detail,
-            }
-        )
+        took_s = time.monotonic() - began_s
+        told = {"t_s": began_s, "source": "bench", "event": event, "block": block}
+        self.log.write({**told, "took_s": took_s, "ok": ok, "detail": detail})
 
 
 def _stepped(tensor: TensorBits, rng: np.random.Generator) -> TensorBits:

@@ -203,7 +203,9 @@ class KillBench(ProcessFleet):
         pressed_s = time.monotonic()
         self._press(way)
         again = self._pressed_again(way)
-        self._until(lambda: _nothing_of(group), START_S, "the guest is gone")
+        self._until(
+            lambda: not group_alive(group) and group_bytes(group) == 0, START_S, "the guest is gone"
+        )
         gone_s = time.monotonic() - pressed_s
         self._until(lambda: len(self._proofs()) > proofs, START_S, "the stop is proved")
         proof = self._proofs()[proofs]
@@ -319,10 +321,6 @@ class KillBench(ProcessFleet):
         path = self.folder / "node.json"
         path.write_text(json.dumps(config))
         return path
-
-
-def _nothing_of(group: int) -> bool:
-    return not group_alive(group) and group_bytes(group) == 0
 
 
 def trials(folder: Path, each: int, deadline_s: float, guest_bytes: int) -> Iterator[Trial]:

@@ -119,6 +119,10 @@ def guest_offer(
     )
 
 
+def host_telemetry(node: str, now_s: float) -> pb.HostTelemetry:
+    return pb.HostTelemetry(node=node, busy_share=0.3, slo_good=int(now_s * 10), slo_bad=1)
+
+
 def _host(number: int) -> str:
     return f"10.0.{number // 250}.{number % 250}"
 
@@ -233,14 +237,13 @@ class ScaledFleet:
             self._take_back(self._random.randrange(self._nodes))
 
     def _hear(self, number: int) -> None:
-        offers = pb.NodeReport(
-            node=f"n{number}", offers=pb.Offers(offers=list(self._offers(number)))
-        )
-        host = pb.HostTelemetry(
-            node=f"n{number}", busy_share=0.3, slo_good=int(self.now_s * 10), slo_bad=1
-        )
-        telemetry = pb.NodeReport(node=f"n{number}", telemetry=pb.Telemetry(host=host))
-        for report in (offers, telemetry):
+        name = f"n{number}"
+        offers = pb.Offers(offers=list(self._offers(number)))
+        telemetry = pb.Telemetry(host=host_telemetry(name, self.now_s))
+        for report in (
+            pb.NodeReport(node=name, offers=offers),
+            pb.NodeReport(node=name, telemetry=telemetry),
+        ):
             self._receive(report.SerializeToString(), number)
 
     def _offers(self, number: int) -> Iterator[pb.Offer]:
@@ -402,8 +405,7 @@ class LeasedNode(StandInNode):
         due, self.due = self.due, []
         replicas = range(self._replicas)
         offers = pb.Offers(offers=[self._offer(each) for each in replicas])
-        now = int(time.monotonic() * 10)
-        host = pb.HostTelemetry(node=self.name, busy_share=0.3, slo_good=now, slo_bad=1)
+        host = host_telemetry(self.name, time.monotonic())
         guests = [
             pb.GuestTelemetry(
                 replica=f"{self.name}.g{each}", mode="run", reason="ok", state="healthy", duty=0.6
