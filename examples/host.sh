@@ -24,6 +24,5 @@ exec python -m vllm.entrypoints.openai.api_server \
   --model "$model" \
   --served-model-name host \
   --host 127.0.0.1 --port 8001 \
-  --scheduler-cls executor.vllm.host.scheduler.ObservedScheduler \
   --gpu-memory-utilization 0.5 \
   "$@"

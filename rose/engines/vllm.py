@@ -8,7 +8,7 @@ from rose.engines.spec import Device, EngineRole, EngineSpec
 
 MODULE = "vllm.entrypoints.openai.api_server"
 NAME = "vLLM"
-# Entry points: of ROSE's plugin in a host, and of those that every engine loads.
+# Entry points: the stat logger of a host, and the plugins that every engine loads.
 HOST_GROUP, PLUGINS_GROUP = "vllm.stat_logger_plugins", "vllm.general_plugins"
 # Options that every role, and that replicas, must not have, each with its meaning.
 REFUSED: dict[str, str] = {}
@@ -24,10 +24,6 @@ _PLUGINS = {
     EngineRole.GUEST: "rose_unpacked,rose_replica",
     EngineRole.DEDICATED: "rose_unpacked,rose_replica",
     EngineRole.STOCK: "none",
-}
-_SCHEDULERS = {
-    EngineRole.HOST: "executor.vllm.host.scheduler.ObservedScheduler",
-    EngineRole.GUEST: "executor.vllm.guest.scheduler.GatedScheduler",
 }
 _REPLICA_ARGS = (
     "--worker-extension-cls=weight_transfer.vllm.worker.WeightWorker",
@@ -70,9 +66,9 @@ def arguments(spec: EngineSpec) -> list[str]:
         made.append("--enforce-eager")
     if spec.device is Device.CUDA:
         made.append(_NO_SHARE)
-    if spec.role in _SCHEDULERS:
-        made.append(f"--scheduler-cls={_SCHEDULERS[spec.role]}")
-    if spec.role in _SCHEDULERS and spec.kv_backend == "cuda":
+    if spec.role is EngineRole.GUEST:
+        made.append("--scheduler-cls=executor.vllm.guest.scheduler.GatedScheduler")
+    if spec.role in (EngineRole.HOST, EngineRole.GUEST) and spec.kv_backend == "cuda":
         made.append("--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker")
     if spec.role.is_replica:
         made.extend(_REPLICA_ARGS)

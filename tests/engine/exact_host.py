@@ -44,7 +44,6 @@ def build() -> LLM:
         block_size=32,
         enable_prefix_caching=False,
         distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
-        **({"scheduler_cls": "executor.vllm.host.scheduler.ObservedScheduler"} if PAGE else {}),
     )
 
 

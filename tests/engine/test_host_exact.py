@@ -27,7 +27,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "none",
+    "VLLM_PLUGINS": "rose_host",
 }
 ROSE = {"ROSE_ROLE": "host", "ROSE_SLO_TTFT_S": "0.5", "ROSE_SLO_TPOT_S": "0.15"}
 GOOD = {"whole", "stale", "scribbled over", "deleted meanwhile"}

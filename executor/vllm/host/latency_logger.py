@@ -11,6 +11,7 @@ from executor.control_page.seqlock_records import LatencyRecord
 from executor.engine_settings import HOST
 from executor.host.plugin import LatencyWriter
 from executor.vllm.compat import FinishedSurface, IterationSurface, client_request_id
+from executor.vllm.host.plugin import warn_of_scheduler
 
 logger = logging.getLogger("vllm.rose.latency")
 
@@ -29,18 +30,6 @@ def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord
     )
 
 
-def warn_of_scheduler(chosen: object) -> None:
-    """Log a warning if the scheduler class is not ROSE's: such a host publishes nothing."""
-    name = chosen if isinstance(chosen, str) else getattr(chosen, "__qualname__", "vLLM's own")
-    bases = [base.__name__ for base in getattr(chosen, "__mro__", ())]
-    if "ObservedScheduler" not in [name.rpartition(".")[2], *bases]:
-        logger.warning(
-            "this host's scheduler is %s, so no guest can run beside it; start it with"
-            " --scheduler-cls executor.vllm.host.scheduler.ObservedScheduler",
-            name,
-        )
-
-
 class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types are not ours to check
     """Stat logger of vLLM that publishes the latencies of each finished request.
 
@@ -51,7 +40,7 @@ class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types ar
         del engine_index
         self._writer = LatencyWriter(logger)
         if os.environ.get("ROSE_ROLE") == HOST and vllm_config is not None:
-            warn_of_scheduler(vllm_config.scheduler_config.scheduler_cls)
+            warn_of_scheduler(vllm_config.scheduler_config.get_scheduler_cls())
 
     def record(
         self,

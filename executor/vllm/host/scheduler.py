@@ -1,4 +1,4 @@
-"""`--scheduler-cls executor.vllm.host.scheduler.ObservedScheduler`: stock scheduling, published.
+"""The scheduler of a vLLM host: stock scheduling, published; `executor.vllm.host.plugin` sets it.
 
 With ROSE_HOST_LEVEL=lend it also lends idle KV memory. `executor.host.plugin` handles every error:
 the host serves on as the stock engine.

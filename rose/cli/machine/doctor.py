@@ -199,13 +199,11 @@ def _alive(host: HostConfig) -> Diagnosis:
 _NAMES = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
 # Ways to start a host that publishes, and reasons for which a tested version does not.
 _PUBLISHES = {
-    EngineKind.VLLM: (
-        "--scheduler-cls executor.vllm.host.scheduler.ObservedScheduler and ROSE_ROLE=host"
-    ),
-    EngineKind.SGLANG: (
-        "ROSE_ROLE=host and ROSE installed beside SGLang; SGLANG_PLUGINS, where it is set, names"
-        " rose_host"
-    ),
+    kind: (
+        f"ROSE_ROLE=host and ROSE installed beside {name}; {name.upper()}_PLUGINS, where it is set,"
+        " names rose_host"
+    )
+    for kind, name in _NAMES.items()
 }
 _BREAKS = {
     EngineKind.VLLM: "data_parallel_size above 1",

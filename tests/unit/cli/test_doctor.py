@@ -242,7 +242,7 @@ async def test_a_page_without_a_host_and_one_with_an_unpublished_engine_are_name
     found = await wrongs(bench)
     assert "no process publishes" in found["host seat"]
     assert "start it again if the page was deleted" in found["host seat"]
-    assert "ObservedScheduler" in found["host seat"]
+    assert "VLLM_PLUGINS, where it is set, names rose_host" in found["host seat"]
 
 
 async def test_advice_is_that_of_the_hosts_engine(bench: Bench) -> None:
@@ -252,7 +252,7 @@ async def test_advice_is_that_of_the_hosts_engine(bench: Bench) -> None:
     config = bench.config.model_copy(update={"host": sglang})
     bench.host.close()
     found = {f.subject: f for f in await asyncio.to_thread(lambda: list(diagnose(config)))}
-    assert "names rose_host" in str(found["host seat"])
+    assert "SGLANG_PLUGINS" in str(found["host seat"])
 
 
 async def test_a_host_that_another_process_started_is_named(bench: Bench) -> None:

@@ -165,26 +165,3 @@ def test_only_a_file_of_the_owner_of_the_page_is_read(page: Path, tmp_path: Path
         os.chown(beside, 12_345, -1)
         with pytest.raises(PageError, match="belongs to uid 12345"):
             HostDescription.read(page)
-
-
-class _Own:
-    """A scheduler class that knows nothing of ROSE."""
-
-
-@pytest.mark.parametrize(
-    ("chosen", "named"),
-    [
-        (None, "vLLM's own"),
-        ("mine.schedulers.Fair", "mine.schedulers.Fair"),
-        (_Own, "_Own"),
-        ("executor.vllm.host.scheduler.ObservedScheduler", None),
-    ],
-)
-def test_a_host_with_another_scheduler_says_so_once(
-    chosen: object, named: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    from executor.vllm.host.latency_logger import warn_of_scheduler
-
-    warn_of_scheduler(chosen)
-    said = [f"this host's scheduler is {named}, so no guest"] if named else []
-    assert [record.getMessage()[: len(said[0])] for record in caplog.records] == said
