@@ -3,38 +3,40 @@
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from node_bench import Bench, standin_spec
+from node_bench import Bench, stand_in
 
-from rose.engines import launch
 from rose.node import daemon
-from rose.node.guest import supervisor
 
 
 @pytest.fixture
 async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     """A bench for a guest, or as the test's parameter or BENCH of its module says.
 
-    kind: of the replica. files: made beside the journal, for the stand-in. The rest is the
-    replica's.
+    bench: its class. kind: of the replica. files: made beside the journal, for the stand-in.
+    runs: a node of it runs in this process. The rest is the replica's.
     """
-    said = dict(getattr(request, "param", getattr(request.module, "BENCH", {})))
-    for name in said.pop("files", ()):
+    settings = dict(getattr(request, "param", getattr(request.module, "BENCH", {})))
+    runs = settings.pop("runs", False)
+    if runs:
+        request.getfixturevalue("standins")
+    for name in settings.pop("files", ()):
         (tmp_path / name).touch()
-    bench = Bench(tmp_path, said.pop("kind", "guest"), **said)
+    kind = settings.pop("kind", "guest")
+    bench: Bench = settings.pop("bench", Bench)(tmp_path, kind, **settings)
     await bench.start()
-    yield bench
+    async with bench.running() if runs else nullcontext():
+        yield bench
     await bench.close()
 
 
 @pytest.fixture
 def standins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that this process starts are stand-ins, and it looks at everything often."""
-    monkeypatch.setattr(launch, "process_spec", standin_spec(tmp_path / "journal"))
-    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.02)
+    stand_in(tmp_path / "journal", monkeypatch.setattr)
     monkeypatch.setattr("rose.node.metrics.INTERVAL_S", 0.02)
     monkeypatch.setattr(daemon, "LOOK_S", 0.02)
     monkeypatch.setattr(daemon, "LOOK_EVERY_S", 0.02)

@@ -16,9 +16,10 @@ from bench.demo.faulty_trainer import CorruptPublisher, CorruptServer
 from elastic_scheduler import HarvestMode
 from executor import ControlPage
 from rose.addresses import free_port
-from rose.engines import EngineSpec
+from rose.engines import EngineSpec, launch
 from rose.logs.eventlog import EventLog
 from rose.node import NodeConfig, NodeDaemon
+from rose.node.guest import supervisor
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.process.child import ProcessSpec, group_alive
 from rose.rpc import rose_pb2 as pb
@@ -36,15 +37,17 @@ PATIENCE_S = 45.0
 _T = TypeVar("_T")
 
 
-def standin_spec(journal: Path) -> Callable[[EngineSpec], ProcessSpec]:
-    """Starts the stand-in where the node would start vLLM."""
+def stand_in(journal: Path, patch: Callable[[Any, str, Any], None]) -> None:
+    """Let the node start the stand-in where it would start vLLM, and look at it often."""
 
     def spec_of(spec: EngineSpec) -> ProcessSpec:
         argv = (sys.executable, "-S", str(HERE / "standin_engine.py"), str(spec.port), str(journal))
         argv += (spec.model_dir.name,)
         return ProcessSpec(spec.name, argv, log=spec.log, family=True)
 
-    return spec_of
+    patch(launch, "process_spec", spec_of)
+    patch(launch, "POLL_INTERVAL_S", 0.02)
+    patch(supervisor, "FIRST_BACKOFF_S", 0.02)
 
 
 def tensors(step: int) -> dict[str, TensorBits]:

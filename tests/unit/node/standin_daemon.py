@@ -6,19 +6,15 @@ Where a file `gpu` lies beside the journal, a stand-in for its driver has one id
 import sys
 from pathlib import Path
 
-from node_bench import standin_spec
+from node_bench import stand_in
 
-from rose.engines import launch
 from rose.main.node import main
 from rose.node import daemon
-from rose.node.guest import supervisor
 from rose.node.guest.memory_gauges import Gpus
 from tests.fakes.nvml import CARD, StandInReader
 
 journal = Path(sys.argv[1])
-launch.process_spec = standin_spec(journal)  # type: ignore[attr-defined]
-launch.POLL_INTERVAL_S = 0.02
-supervisor.FIRST_BACKOFF_S = 0.02
+stand_in(journal, setattr)
 if journal.with_name("gpu").exists():
     daemon.Gpus = lambda: Gpus(lambda: StandInReader(CARD))  # type: ignore[assignment,misc]
 sys.exit(main(sys.argv[2:]))

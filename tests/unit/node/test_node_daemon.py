@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -14,16 +13,7 @@ from rose.node import NodeDaemon
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 
-
-@pytest.fixture(params=["dedicated"])
-async def bench(
-    request: pytest.FixtureRequest, tmp_path: Path, standins: None
-) -> AsyncIterator[Bench]:
-    bench = Bench(tmp_path, request.param)
-    await bench.start()
-    async with bench.running():
-        yield bench
-    await bench.close()
+BENCH = {"kind": "dedicated", "runs": True}
 
 
 async def test_a_lease_opens_admission_and_a_stop_drains_and_ends_the_engine(
@@ -94,7 +84,7 @@ async def test_a_lost_scheduler_ends_the_lease_by_silence(bench: Bench) -> None:
     assert bench.calls("drain")
 
 
-@pytest.mark.parametrize("bench", ["guest"], indirect=True)
+@pytest.mark.parametrize("bench", [{"runs": True}], indirect=True)
 async def test_off_ends_the_guest_after_its_turns_and_active_brings_it_back(
     bench: Bench,
 ) -> None:

@@ -1,7 +1,7 @@
 """A node whose log disk takes nothing, and one whose background tasks die."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,22 @@ def fill_disk(folder: Path) -> None:
         (folder / name).symlink_to("/dev/full")
 
 
-async def test_a_guest_is_leased_granted_and_updated_on_a_full_disk(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, "guest")
+@pytest.mark.parametrize("bench", [{}], indirect=True)
+async def test_a_guest_is_leased_granted_and_updated_on_a_full_disk(
+    bench: Bench, tmp_path: Path
+) -> None:
     fill_disk(tmp_path / "logs")
-    await bench.start()
-    try:
-        daemon = bench.spawn()
-        await bench.until("leased", lambda row: row.leased and row.healthy)
-        await bench.publish(1)
-        await bench.until("updated", lambda row: row.policy_version == 1)
-        first = bench.page.grant.read().heartbeat_ns
-        await asyncio.sleep(0.3)
-        assert bench.page.grant.read().heartbeat_ns > first, "grants go on being written"
-        assert daemon.poll() is None
-        exposed = await scraped(bench)
-        daemon.terminate()
-        assert await asyncio.to_thread(daemon.wait, PATIENCE_S) == 0
-    finally:
-        await bench.close()
+    daemon = bench.spawn()
+    await bench.until("leased", lambda row: row.leased and row.healthy)
+    await bench.publish(1)
+    await bench.until("updated", lambda row: row.policy_version == 1)
+    first = bench.page.grant.read().heartbeat_ns
+    await asyncio.sleep(0.3)
+    assert bench.page.grant.read().heartbeat_ns > first, "grants go on being written"
+    assert daemon.poll() is None
+    exposed = await scraped(bench)
+    daemon.terminate()
+    assert await asyncio.to_thread(daemon.wait, PATIENCE_S) == 0
     dropped = next(line for line in exposed if line.startswith("rose_log_dropped_records_total"))
     assert float(dropped.split()[1]) > 0
     said = (tmp_path / "daemon.log").read_text()
@@ -57,16 +55,13 @@ async def scraped(bench: Bench) -> list[str]:
         return (await response.text()).splitlines()
 
 
-@pytest.fixture
-async def bench(
-    tmp_path: Path, standins: None, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Bench]:
+BENCH = {"kind": "dedicated"}
+pytestmark = pytest.mark.usefixtures("standins")
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.001)
-    bench = Bench(tmp_path, "dedicated")
-    bench.settings["logs"] = {"file_bytes": 1 << 20}
-    await bench.start()
-    yield bench
-    await bench.close()
 
 
 def breaks(cls: type, name: str, times: int) -> Callable[[Any], Any]:
@@ -109,6 +104,7 @@ async def test_a_supervisor_that_dies_ends_the_node_and_its_engine(
 
 
 async def test_what_an_engine_prints_is_bounded(bench: Bench) -> None:
+    bench.settings["logs"] = {"file_bytes": 1 << 20}
     logs = bench.folder / "logs"
     logs.mkdir()
     with (logs / "engine-r0.log").open("wb") as log:

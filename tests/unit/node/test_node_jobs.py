@@ -17,13 +17,13 @@ OTHER = "other"
 class JobsBench(Bench):
     """Two jobs and one replica; the second one's publisher starts when a test wants it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str) -> None:
         large = folder / "m-large"
         large.mkdir()
         (large / "config.json").write_text('{"hidden_size": 8}')
         for name in ("tokenizer.json", "model.safetensors"):
             (large / name).write_text("{}")
-        super().__init__(folder, "dedicated", models={"m-large": str(large)})
+        super().__init__(folder, kind, models={"m-large": str(large)})
         self.others: list[AllCorruptPublisher] = []
 
     async def register(self, model: str = "") -> AllCorruptPublisher:
@@ -44,17 +44,17 @@ class JobsBench(Bench):
         return first
 
 
+BENCH = {"bench": JobsBench, "kind": "dedicated", "runs": True}
+
+
 @pytest.fixture
-async def bench(tmp_path: Path, standins: None) -> AsyncIterator[JobsBench]:
-    bench = JobsBench(tmp_path)
-    await bench.start()
+async def jobs(bench: JobsBench) -> AsyncIterator[JobsBench]:
+    """A bench whose replica is at version 1 of the first job."""
     await bench.publish(1)
-    async with bench.running():
-        await bench.until("caught up", lambda row: row.healthy and row.policy_version == 1)
-        yield bench
+    await bench.until("caught up", lambda row: row.healthy and row.policy_version == 1)
+    yield bench
     for other in bench.others:
         await other.close()
-    await bench.close()
 
 
 def is_others(row: pb.Replica) -> bool:
@@ -62,58 +62,58 @@ def is_others(row: pb.Replica) -> bool:
 
 
 async def test_another_jobs_weights_come_as_a_base_into_the_running_engine(
-    bench: JobsBench,
+    jobs: JobsBench,
 ) -> None:
-    other = await bench.register()
+    other = await jobs.register()
     await other.publish_base(0, tensors(0))
     await other.publish(1, 0, tensors(0), tensors(5))
-    await bench.hand_over()
-    row = await bench.until("the other's", is_others)
+    await jobs.hand_over()
+    row = await jobs.until("the other's", is_others)
     assert row.policy_version == 1
-    [start] = bench.calls("start")
+    [start] = jobs.calls("start")
     assert start["model"] == "model"
-    last = bench.calls("apply")[-1]
+    last = jobs.calls("apply")[-1]
     assert (last["job"], last["steps"], last["based"]) == (OTHER, [0, 1], True)
     assert last["on_update"] == "recompute"
-    assert [call["job"] for call in bench.calls("admit")] == ["job", OTHER]
+    assert [call["job"] for call in jobs.calls("admit")] == ["job", OTHER]
 
 
-async def test_without_a_base_the_engine_starts_anew_and_keeps_its_lease(bench: JobsBench) -> None:
-    other = await bench.register()
+async def test_without_a_base_the_engine_starts_anew_and_keeps_its_lease(jobs: JobsBench) -> None:
+    other = await jobs.register()
     await other.publish(1, 0, tensors(0), tensors(5))
-    first = await bench.hand_over()
-    row = await bench.until("the other's", is_others)
+    first = await jobs.hand_over()
+    row = await jobs.until("the other's", is_others)
     assert row.lease_epoch == first.lease_epoch + 1
-    assert not bench.noted("lease_taken_back")
-    assert len(bench.calls("start")) == 2
-    last = bench.calls("apply")[-1]
+    assert not jobs.noted("lease_taken_back")
+    assert len(jobs.calls("start")) == 2
+    last = jobs.calls("apply")[-1]
     assert (last["job"], last["steps"], last["based"]) == (OTHER, [1], False)
 
 
-async def test_a_job_that_has_published_nothing_gets_the_model_itself(bench: JobsBench) -> None:
-    await bench.register()
-    await bench.hand_over()
-    row = await bench.until("the other's", lambda row: row.job == OTHER and row.healthy)
+async def test_a_job_that_has_published_nothing_gets_the_model_itself(jobs: JobsBench) -> None:
+    await jobs.register()
+    await jobs.hand_over()
+    row = await jobs.until("the other's", lambda row: row.job == OTHER and row.healthy)
     assert (row.held_job, row.policy_version) == ("", 0)
-    assert len(bench.calls("start")) == 2
+    assert len(jobs.calls("start")) == 2
 
 
-async def test_another_model_is_another_engine(bench: JobsBench) -> None:
-    other = await bench.register("m-large")
+async def test_another_model_is_another_engine(jobs: JobsBench) -> None:
+    other = await jobs.register("m-large")
     await other.publish(1, 0, tensors(0), tensors(5))
-    first = await bench.hand_over()
-    row = await bench.until("the other's", is_others)
+    first = await jobs.hand_over()
+    row = await jobs.until("the other's", is_others)
     assert (row.model, row.lease_epoch) == ("m-large", first.lease_epoch + 1)
-    assert [call["model"] for call in bench.calls("start")] == ["model", "m-large"]
+    assert [call["model"] for call in jobs.calls("start")] == ["model", "m-large"]
 
 
-async def test_a_replica_follows_its_own_job_whatever_others_publish(bench: JobsBench) -> None:
-    other = await bench.register()
+async def test_a_replica_follows_its_own_job_whatever_others_publish(jobs: JobsBench) -> None:
+    other = await jobs.register()
     for version in (1, 2, 3):
         await other.publish(version, version - 1, tensors(version - 1), tensors(version))
-    await bench.publish(2)
-    await bench.until("caught up", lambda row: row.policy_version == 2 and row.healthy)
-    assert {call["job"] for call in bench.calls("apply")} == {"job"}
+    await jobs.publish(2)
+    await jobs.until("caught up", lambda row: row.policy_version == 2 and row.healthy)
+    assert {call["job"] for call in jobs.calls("apply")} == {"job"}
 
 
 def test_models_of_one_architecture_differ_in_their_weights_alone(tmp_path: Path) -> None:
@@ -130,3 +130,29 @@ def test_models_of_one_architecture_differ_in_their_weights_alone(tmp_path: Path
     assert same_architecture(folders["one"], folders["two"])
     assert not same_architecture(folders["one"], folders["large"])
     assert not same_architecture(folders["one"], folders["none"])
+
+
+# ---- a second run of a job ----
+
+
+@pytest.mark.parametrize("bench", [{"kind": "dedicated", "runs": True}], indirect=True)
+@pytest.mark.parametrize("served", [0, 2])
+async def test_a_run_with_a_root_of_its_own_begins_at_the_next_version_in_the_running_engine(
+    bench: Bench, served: int
+) -> None:
+    for version in range(1, served + 1):
+        await bench.publish(version)
+    await bench.until("caught up", lambda row: row.healthy and row.policy_version == served)
+    await bench.publisher.close()
+    anew = AllCorruptPublisher("job", bench.address, bench.folder / "anew", free_port(), bench.key)
+    begun = await anew.start()
+    assert (begun.latest, begun.resumed) == (served, None)
+    await anew.publish_anew(served + 1, tensors(40))
+    await bench.until("anew", lambda row: row.healthy and row.policy_version == served + 1)
+    last = bench.calls("apply")[-1]
+    assert (last["steps"], last["based"], last["job"]) == ([served + 1], True, "job")
+    await anew.publish(served + 2, served + 1, tensors(40), tensors(41))
+    await bench.until("further", lambda row: row.healthy and row.policy_version == served + 2)
+    assert bench.calls("apply")[-1]["based"] is False
+    assert len(bench.calls("start")) == 1
+    await anew.close()

@@ -21,7 +21,6 @@ from rose.node.host import summed
 from rose.process.child import group_alive
 from rose.rpc import rose_pb2 as pb
 from tests.fakes.nvml import CARD, StandInReader
-from tests.harness.waiting import PATIENCE_S
 
 GPU = "GPU-0a"
 
@@ -29,11 +28,11 @@ GPU = "GPU-0a"
 class RoomsBench(Bench):
     """With the node in this process, and a folder in place of a host."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str) -> None:
         self.shared = folder / "shared"
         self.shared.mkdir()
         self.hosts: dict[str, FolderHost] = {}
-        super().__init__(folder, "dedicated", id="guest")
+        super().__init__(folder, kind, id="guest")
         self.settings["replicas"][0]["kind"] = "guest"
         self.settings["discover"] = {"folder": str(self.shared)}
 
@@ -53,18 +52,17 @@ class RoomsBench(Bench):
 
         return await self.awaited(what, held)
 
+    async def close(self) -> None:
+        for host in self.hosts.values():
+            host.close()
+        await super().close()
+
     def metrics(self) -> str:
         return generate_latest(self.node._metrics.registry).decode()
 
 
-@pytest.fixture
-async def bench(tmp_path: Path, standins: None) -> AsyncIterator[RoomsBench]:
-    bench = RoomsBench(tmp_path)
-    await bench.start()
-    yield bench
-    for host in bench.hosts.values():
-        host.close()
-    await bench.close()
+BENCH = {"bench": RoomsBench, "kind": "dedicated"}
+pytestmark = pytest.mark.usefixtures("standins")
 
 
 @pytest.fixture
@@ -194,12 +192,12 @@ async def test_eight_hosts_are_told_one_by_one_and_as_one(
             lane = host.page.take_lane()
             lane.append(LatencyRecord(1, 10**8, 10**7 if number else 10**9, 1, 1, 1, "r"))
             lane.close()
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                seen = await bench.stub.Snapshot(pb.SnapshotRequest())
-                if len(seen.hosts) == 8:
-                    break
-                await asyncio.sleep(0.02)
+
+        async def eight() -> pb.SnapshotReply | None:
+            seen = await bench.stub.Snapshot(pb.SnapshotRequest())
+            return seen if len(seen.hosts) == 8 else None
+
+        seen = await bench.awaited("eight hosts", eight)
         assert sorted(host.host for host in seen.hosts) == [f"h{number}" for number in range(8)]
         assert {host.node for host in seen.hosts} == {"n0"}
         whole = node._reports()[1].telemetry.host
