@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,42 +127,25 @@ def test_a_description_of_an_earlier_life_is_none(folder: Path) -> None:
     assert "ROSE_HOST_DIR" in said(look(folder)), "as of a plugin that is older than this"
 
 
-def damage_magic(found: FolderHost) -> None:
-    with found.path.open("r+b") as file:
-        file.write(b"NOROSE")
-
-
-def cut(found: FolderHost) -> None:
-    os.truncate(found.path, 100)
-
-
-def cut_the_end(found: FolderHost) -> None:
-    os.truncate(found.path, PAGE_BYTES - 1)
-
-
-def open_to_all(found: FolderHost) -> None:
-    found.path.chmod(0o666)
-
-
-def tear_description(found: FolderHost) -> None:
-    found.path.with_suffix(".json").write_text('{"model": "ch')
-
-
-def tear_seat(found: FolderHost) -> None:
-    with ControlPage.open(found.path) as page:
-        at = page.seat.start
-    with found.path.open("r+b") as file:
+def scribble(host: FolderHost, at: int, raw: bytes) -> None:
+    with host.path.open("r+b") as file:
         file.seek(at)
-        file.write(b"\xff" * 16)
+        file.write(raw)
 
 
-UNUSABLE = {
-    "no page": (damage_magic, "is not a control page"),
-    "cut": (cut, "layout|cut short"),
-    "cut at its end": (cut_the_end, "cut short"),
-    "open to others": (open_to_all, "open to other users"),
-    "torn description": (tear_description, "describes no host"),
-    "torn seat": (tear_seat, "has not described itself"),
+UNUSABLE: dict[str, tuple[Callable[[FolderHost], object], str]] = {
+    "no page": (lambda host: scribble(host, 0, b"NOROSE"), "is not a control page"),
+    "cut": (lambda host: os.truncate(host.path, 100), "layout|cut short"),
+    "cut at its end": (lambda host: os.truncate(host.path, PAGE_BYTES - 1), "cut short"),
+    "open to others": (lambda host: host.path.chmod(0o666), "open to other users"),
+    "torn description": (
+        lambda host: host.path.with_suffix(".json").write_text('{"model": "ch'),
+        "describes no host",
+    ),
+    "torn seat": (
+        lambda host: scribble(host, host.page.seat.start, b"\xff" * 16),
+        "has not described itself",
+    ),
 }
 
 

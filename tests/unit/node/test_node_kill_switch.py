@@ -47,7 +47,8 @@ open(sys.argv[1] + str(os.getpid()), "w").close()
 while True:
     time.sleep(0.01)
 """
-TRIALS = 25
+# With those of test_node_stop.py these are a hundred.
+TRIALS = [3, pytest.param(25, marks=pytest.mark.nightly)]
 
 
 class Node:
@@ -105,19 +106,19 @@ def by_rose_kill(node: Node, group: int) -> EndedGuest:
     return guest
 
 
-def by_file(node: Node, group: int) -> None:
-    node.kill_file.touch()
-
-
-def by_signal(node: Node, group: int) -> None:
-    os.killpg(group, signal.SIGUSR1)
-
-
-@pytest.mark.parametrize("order", [by_rose_kill, by_file, by_signal])
+@pytest.mark.parametrize("trials", TRIALS)
+@pytest.mark.parametrize(
+    "order",
+    [
+        by_rose_kill,
+        pytest.param(lambda node, _: node.kill_file.touch(), id="by_file"),
+        pytest.param(lambda _, group: os.killpg(group, signal.SIGUSR1), id="by_signal"),
+    ],
+)
 def test_every_guest_is_gone_and_its_memory_back_each_time_with_nothing_else_alive(
-    node: Node, order: Callable[[Node, int], object]
+    node: Node, order: Callable[[Node, int], object], trials: int
 ) -> None:
-    for _ in range(TRIALS):
+    for _ in range(trials):
         group = node.start()
         held = group_bytes(group)
         assert held is not None
@@ -131,6 +132,12 @@ def test_every_guest_is_gone_and_its_memory_back_each_time_with_nothing_else_ali
             assert (said.held, said.duty) == (0, 0.0)
             assert said.held_before is not None
             assert said.held_before > 8 << 20
+            assert running_guests(node.run_dir) == {}
+            again = end_guests(node.run_dir, node.kill_file)
+            assert (again.guests, again.barred) == ((), True), (
+                "an order given again changes nothing"
+            )
+            assert node.kill_file.exists()
         node.kill_file.unlink(missing_ok=True)
 
 
@@ -176,15 +183,6 @@ def test_a_run_folder_that_was_removed_under_its_guest_is_killed_all_the_same(
     assert not node.run_dir.exists(), "a name that is no node's makes no folder"
 
 
-def test_an_order_that_is_given_again_changes_nothing(node: Node) -> None:
-    by_rose_kill(node, node.start())
-    node.reap()
-    again = end_guests(node.run_dir, node.kill_file)
-    assert (again.guests, again.barred) == ((), True)
-    assert node.kill_file.exists()
-    assert running_guests(node.run_dir) == {}
-
-
 def test_without_disk_and_daemon_the_guests_are_ended_all_the_same(node: Node) -> None:
     group = node.start()
     ended = end_guests(node.run_dir, node.run_dir / "no" / "KILL")
@@ -224,32 +222,41 @@ def test_a_switch_knows_for_how_long_a_guest_may_not_exist() -> None:
     assert switch.off_s("g") == 0.0
 
 
-def test_a_stop_is_proved_once_by_what_was_measured() -> None:
+def measured(held: int | None, duty: float, order_s: float = 0.0, off: bool = True) -> Measured:
+    return Measured(off, held, duty, 5.0, order_s)
+
+
+@pytest.mark.parametrize(
+    ("seen", "proved"),
+    [
+        pytest.param(
+            [
+                measured(None, 0.9, off=False),
+                measured(None, 0.9),
+                measured(9 << 20, 0.2),
+                measured(0, 0.2),
+                measured(0, 0.0),
+                measured(0, 0.0),
+            ],
+            [4],
+            id="once",
+        ),
+        pytest.param(
+            [measured(0, 0.0, 1.0), measured(0, 0.0, 1.0), measured(0, 0.0, 2.0)],
+            [0, 2],
+            id="after another that was not seen",
+        ),
+    ],
+)
+def test_a_stop_is_proved_once_by_what_was_measured(
+    seen: list[Measured], proved: list[int]
+) -> None:
     proof = StopProof()
     told = [
-        [(said.event, said.fields.get("in_time")) for said in proof.step(seen, now_s)]
-        for now_s, seen in (
-            (0.0, Measured(False, None, 0.9, 5.0)),
-            (1.0, Measured(True, None, 0.9, 5.0)),
-            (2.0, Measured(True, 9 << 20, 0.2, 5.0)),
-            (3.0, Measured(True, 0, 0.2, 5.0)),
-            (4.0, Measured(True, 0, 0.0, 5.0)),
-            (5.0, Measured(True, 0, 0.0, 5.0)),
-        )
+        [(each.event, each.fields["in_time"]) for each in proof.step(one, float(at))]
+        for at, one in enumerate(seen)
     ]
-    assert told == [[], [], [], [], [("stop_proved", True)], []]
-
-
-def test_a_stop_that_follows_another_unseen_is_proved_again() -> None:
-    proof = StopProof()
-    said = [
-        proof.step(Measured(True, 0, 0.0, 5.0, order_s), order_s) for order_s in (1.0, 1.0, 2.0)
-    ]
-    assert [[each.event for each in words] for words in said] == [
-        ["stop_proved"],
-        [],
-        ["stop_proved"],
-    ]
+    assert told == [[("stop_proved", True)] if at in proved else [] for at in range(len(seen))]
 
 
 def test_a_stop_that_takes_too_long_says_what_is_left_and_when_it_is_gone() -> None:

@@ -106,13 +106,19 @@ def test_an_end_is_told_only_of_an_engine_that_runs_nothing_of_the_lease(
                     pass
 
 
+def admitted(epoch: int, *lives: Event) -> LeaseStateMachine:
+    """Return a lease that an engine took at 0 s for 3 s, in the last of its lives."""
+    core = LeaseStateMachine()
+    for event in (EngineUp(), *lives, Granted(epoch, 3.0)):
+        core.step(event, 0.0)
+    core.step(EngineAdmitted(epoch, life=1 + len(lives) // 2), 0.0)
+    return core
+
+
 def test_a_newer_lease_begins_once_the_turns_of_the_one_before_are_ended() -> None:
     # The scheduler saw the older one end before this node looked at its clock; the newer one may
     # be another job's, whose weights must not meet these turns.
-    core = LeaseStateMachine()
-    core.step(EngineUp(), 0.0)
-    core.step(Granted(1, 3.0), 0.0)
-    core.step(EngineAdmitted(1, life=1), 0.0)
+    core = admitted(1)
     assert core.step(Granted(2, 3.0), 3.1) == [Drain(1, SUPERSEDED, life=1)]
     assert core.step(EngineDrained(1, aborted=4), 3.1) == [
         Ended(1, SUPERSEDED, 4, asked=False),
@@ -121,20 +127,12 @@ def test_a_newer_lease_begins_once_the_turns_of_the_one_before_are_ended() -> No
 
 
 def test_a_drain_of_an_earlier_life_says_nothing_of_the_engine_of_now() -> None:
-    core = LeaseStateMachine()
-    core.step(EngineUp(), 0.0)
-    core.step(EngineDown(), 0.1)
-    core.step(EngineUp(), 0.2)
-    core.step(Granted(1, 3.0), 0.2)
-    core.step(EngineAdmitted(1, life=2), 0.2)
+    core = admitted(1, EngineDown(), EngineUp())
     assert core.step(EngineDrained(1, aborted=9), 0.3) == []
 
 
 def test_a_lease_is_over_at_its_end() -> None:
-    core = LeaseStateMachine()
-    core.step(EngineUp(), 0.0)
-    core.step(Granted(1, 3.0), 0.0)
-    core.step(EngineAdmitted(1, life=1), 0.0)
+    core = admitted(1)
     assert core.step(LeaseTick(), 2.999) == []
     assert not core.status().active(3.0)
     assert core.step(LeaseTick(), 3.0) == [LeaseTakenBack(1, EXPIRED), Drain(1, EXPIRED, life=1)]
@@ -143,33 +141,15 @@ def test_a_lease_is_over_at_its_end() -> None:
 # ---- the lease that is held ----
 
 
-def test_a_lease_ends_by_itself_when_nobody_renews_it() -> None:
+def test_only_a_live_lease_of_the_newest_epoch_is_renewed_or_released() -> None:
     lease = HeldLease()
-    assert lease.grant(epoch=1, ttl_s=5.0, now_s=100.0)
-    assert lease.active(104.9)
-    assert not lease.active(105.0)
-
-
-def test_a_renewal_extends_a_live_lease_only() -> None:
-    lease = HeldLease()
-    lease.grant(epoch=1, ttl_s=5.0, now_s=0.0)
-    assert lease.grant(epoch=1, ttl_s=5.0, now_s=4.0)
-    assert lease.active(8.9)
-    assert not lease.grant(epoch=1, ttl_s=5.0, now_s=20.0), "an expired lease is over"
-
-
-def test_an_old_epoch_neither_grants_nor_releases() -> None:
-    lease = HeldLease()
-    lease.grant(epoch=3, ttl_s=5.0, now_s=0.0)
-    assert not lease.grant(epoch=2, ttl_s=50.0, now_s=1.0)
+    assert lease.grant(epoch=3, ttl_s=5.0, now_s=0.0)
+    assert lease.grant(epoch=3, ttl_s=5.0, now_s=4.0)
+    assert not lease.grant(epoch=2, ttl_s=50.0, now_s=4.0)
     assert not lease.end(epoch=2)
-    assert lease.active(1.0)
-
-
-def test_a_process_that_slept_wakes_up_without_its_lease() -> None:
-    lease = HeldLease()
-    lease.grant(epoch=1, ttl_s=5.0, now_s=0.0)
-    assert not lease.active(3_600.0)
+    assert lease.active(8.9)
+    assert not lease.active(9.0)
+    assert not lease.grant(epoch=3, ttl_s=5.0, now_s=20.0), "an expired lease is over"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))

@@ -38,19 +38,8 @@ def metrics() -> Iterator[NodeMetrics]:
     made.close()
 
 
-def samples(metrics: NodeMetrics) -> dict[str, float]:
-    port = free_port()
-    asyncio.run(metrics.serve(port))
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        return read(answer.read().decode())
-
-
 def collected(metrics: NodeMetrics) -> dict[str, float]:
-    """Without a server."""
-    return read(generate_latest(metrics.registry).decode())
-
-
-def read(text: str) -> dict[str, float]:
+    text = generate_latest(metrics.registry).decode()
     return {
         s.name + "".join(f",{value}" for _, value in sorted(s.labels.items())): s.value
         for family in text_string_to_metric_families(text)
@@ -98,80 +87,84 @@ def test_each_host_has_series_of_its_own_and_none_once_it_left() -> None:
     assert not [name for name in collected(made) if name.startswith("rose_host")]
 
 
-def test_freezes_are_counted_by_their_reason(metrics: NodeMetrics) -> None:
-    for mode, reason in (("run", "leased"), ("freeze", "host_dead"), ("kill", "kill_switch")):
-        metrics.heard("grant", {"replica": "g0", "mode": mode, "reason": reason})
-    found = samples(metrics)
-    assert found["rose_guest_freezes_total,host_dead,g0"] == 1
-    assert found["rose_guest_freezes_total,kill_switch,g0"] == 1
+GUEST_SHOWN = {
+    "rose_guest_mode,freeze,host_dead,g0": 1,
+    "rose_guest_mode,run,,g0": 0,
+    "rose_guest_duty,g0": 0.25,
+    "rose_guest_tokens_total,g0": 70,
+    "rose_guest_yielded_seconds_total,g0": 1.5,
+    "rose_grants_total,g0": 40,
+    "rose_engine_restarts_total,g0": 1,
+    "rose_policy_version,g0": 9,
+    "rose_guest_memory_bytes,driver, by process,g0": 17 << 30,
+    "rose_guest_owed_bytes,g0": 128,
+}
+HOST_SHOWN = {
+    "rose_host_lent_bytes,": 640,
+    "rose_host_lent_granules,": 5,
+    "rose_host_reserve_missing_granules,": 0,
+    "rose_host_kv_usage,": 0.25,
+}
+EVENTS = [
+    ("grant", {"replica": "g0", "mode": "run", "reason": "leased"}),
+    ("grant", {"replica": "g0", "mode": "freeze", "reason": "host_dead"}),
+    ("grant", {"replica": "g0", "mode": "kill", "reason": "kill_switch"}),
+    ("engine_adopted", {"engine": "g0", "pid": 1}),
+    ("engine_reclaimed", {"engine": "g0", "reason": "kill switch", "seconds": 0.07}),
+    ("engine_placed", {"engine": "g0", "share": "SCHED_IDLE", "cgroup": "/"}),
+    ("reclaim_level", {"replica": "g0", "level": "sleep", "outcome": "held"}),
+    ("reclaim_ended", {"replica": "g0", "enough": True, "in_time": True, "seconds": 0.3}),
+    ("something_else", {}),
+]
+EVENTS_SHOWN = {
+    "rose_guest_freezes_total,host_dead,g0": 1,
+    "rose_guest_freezes_total,kill_switch,g0": 1,
+    "rose_engine_starts_total,adopted,g0": 1,
+    "rose_reclaim_seconds_bucket,0.1,g0": 1,
+    "rose_engine_placement,g0,SCHED_IDLE": 1,
+    "rose_ladder_levels_total,sleep,held,g0": 1,
+    "rose_ladder_seconds_bucket,true,0.5,g0": 1,
+    "rose_weight_update_bytes_total,g0": 800,
+    "rose_weight_update_pause_seconds_count,g0": 2,
+    "rose_weight_update_pause_seconds_bucket,0.025,g0": 1,
+}
+
+
+def test_guest_host_and_events_are_shown(metrics: NodeMetrics) -> None:
+    for name, fields in EVENTS:
+        metrics.heard(name, fields)
+    for wire_bytes, pause_s in ((640, 0.02), (160, 0.3)):
+        metrics.activated({"replica": "g0", "wire_bytes": wire_bytes, "pause_s": pause_s})
+    found = collected(metrics)
+    shown = GUEST_SHOWN | HOST_SHOWN | EVENTS_SHOWN
+    assert {name: found.get(name) for name in shown} == shown
     assert not any("leased" in name for name in found)
 
 
-def test_a_guest_is_shown_as_it_is_now(metrics: NodeMetrics) -> None:
-    found = samples(metrics)
-    assert found["rose_guest_mode,freeze,host_dead,g0"] == 1
-    assert found["rose_guest_mode,run,,g0"] == 0
-    assert found["rose_guest_duty,g0"] == 0.25
-    assert found["rose_guest_tokens_total,g0"] == 70
-    assert found["rose_guest_yielded_seconds_total,g0"] == 1.5
-    assert found["rose_grants_total,g0"] == 40
-    assert found["rose_engine_restarts_total,g0"] == 1
-    assert found["rose_policy_version,g0"] == 9
-    assert found["rose_guest_memory_bytes,driver, by process,g0"] == 17 << 30
-
-
-@pytest.mark.parametrize("held", [None, HeldMemory(None, "kernel")])
-def test_memory_that_cannot_be_measured_is_not_shown_as_none(held: HeldMemory | None) -> None:
-    made = NodeMetrics(lambda: [HOST], lambda: [replace(VIEW, held=held)])
-    assert not any("rose_guest_memory_bytes" in name for name in samples(made))
-    made.close()
-
-
-def test_starts_and_reclaims_and_places_come_from_the_event_log(metrics: NodeMetrics) -> None:
-    metrics.heard("engine_adopted", {"engine": "g0", "pid": 1})
-    metrics.heard("engine_reclaimed", {"engine": "g0", "reason": "kill switch", "seconds": 0.07})
-    metrics.heard("engine_placed", {"engine": "g0", "share": "SCHED_IDLE", "cgroup": "/"})
-    metrics.heard("something_else", {})
-    found = samples(metrics)
-    assert found["rose_engine_starts_total,adopted,g0"] == 1
-    assert found["rose_reclaim_seconds_bucket,0.1,g0"] == 1
-    assert found["rose_engine_placement,g0,SCHED_IDLE"] == 1
-
-
-def test_what_the_host_lends_and_the_guest_owes_is_shown(metrics: NodeMetrics) -> None:
-    found = samples(metrics)
-    assert found["rose_host_lent_bytes,"] == 640
-    assert found["rose_host_lent_granules,"] == 5
-    assert found["rose_host_reserve_missing_granules,"] == 0
-    assert found["rose_host_kv_usage,"] == 0.25
-    assert found["rose_guest_owed_bytes,g0"] == 128
-
-
-def test_a_node_whose_host_says_nothing_shows_nothing_of_it() -> None:
-    metrics = NodeMetrics(lambda: [replace(HOST, state=None)], lambda: [VIEW])
-    assert not any(name.startswith("rose_host_lent") for name in samples(metrics))
-    metrics.close()
-
-
-def test_the_ladder_is_counted_by_level_and_outcome(metrics: NodeMetrics) -> None:
-    level = {"replica": "g0", "level": "sleep", "outcome": "held"}
-    metrics.heard("reclaim_level", level)
-    ended = {"replica": "g0", "enough": True, "in_time": True, "seconds": 0.3}
-    metrics.heard("reclaim_ended", ended)
-    found = samples(metrics)
-    assert found["rose_ladder_levels_total,sleep,held,g0"] == 1
-    assert found["rose_ladder_seconds_bucket,true,0.5,g0"] == 1
+@pytest.mark.parametrize(
+    ("host", "view", "hidden"),
+    [
+        (HOST, replace(VIEW, held=None), "rose_guest_memory_bytes"),
+        (HOST, replace(VIEW, held=HeldMemory(None, "kernel")), "rose_guest_memory_bytes"),
+        (replace(HOST, state=None), VIEW, "rose_host_lent"),
+    ],
+)
+def test_what_is_unknown_is_not_shown_as_none(
+    host: HostFigures, view: ReplicaFigures, hidden: str
+) -> None:
+    found = collected(NodeMetrics(lambda: [host], lambda: [view]))
+    assert not any(name.startswith(hidden) for name in found)
 
 
 def test_what_alerts_count_is_0_before_it_first_happens() -> None:
     made = NodeMetrics(lambda: [HOST], lambda: [replace(VIEW, reclaim_s=5.0)])
-    found = samples(made)
+    found = collected(made)
     assert found["rose_reclaim_deadline_seconds,g0"] == 5
     assert found["rose_late_reclaims_total,g0"] == 0
     assert found["rose_weights_rejected_total,g0,chunk"] == 0
+    late = {"replica": "g0", "enough": True, "in_time": False, "seconds": 9.0}
     made.heard("chunk_rejected", {"replica": "g0", "chunk": "c"})
     made.heard("quarantined", {"replica": "g0", "version": 7})
-    late = {"replica": "g0", "enough": True, "in_time": False, "seconds": 9.0}
     made.heard("reclaim_ended", late)
     made.heard("stop_overdue", {"replica": "g0", "held_bytes": 1})
     found = collected(made)
@@ -180,15 +173,6 @@ def test_what_alerts_count_is_0_before_it_first_happens() -> None:
     assert found["rose_weights_rejected_total,g0,version"] == 0
     assert found["rose_late_reclaims_total,g0"] == 2
     made.close()
-
-
-def test_updates_are_counted_with_their_bytes_and_pauses(metrics: NodeMetrics) -> None:
-    for wire_bytes, pause_s in ((640, 0.02), (160, 0.3)):
-        metrics.activated({"replica": "g0", "wire_bytes": wire_bytes, "pause_s": pause_s})
-    found = collected(metrics)
-    assert found["rose_weight_update_bytes_total,g0"] == 800
-    assert found["rose_weight_update_pause_seconds_count,g0"] == 2
-    assert found["rose_weight_update_pause_seconds_bucket,0.025,g0"] == 1
 
 
 def test_the_nodes_own_state_is_shown() -> None:

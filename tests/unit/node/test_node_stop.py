@@ -14,8 +14,8 @@ from rose.process.procfs import group_bytes
 from rose.rpc import rose_pb2 as pb
 from tests.harness.waiting import PATIENCE_S, until_async
 
-# With those of test_node_kill_switch.py these are a hundred.
-TRIALS = [5, pytest.param(25, marks=pytest.mark.nightly)]
+# With those of test_node_kill_switch.py these are a hundred in a night.
+TRIALS = [3, pytest.param(25, marks=pytest.mark.nightly)]
 
 
 async def stop(bench: Bench, mode: "pb.HarvestMode.ValueType") -> None:
