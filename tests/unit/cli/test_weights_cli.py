@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -72,20 +73,36 @@ def same_files(one: Path, other: Path) -> bool:
     return files(one) == files(other)
 
 
-@pytest.mark.parametrize("codec", ["fast", "compact", "auto"])
-def test_a_folder_comes_back_byte_for_byte(tmp_path: Path, run: Run, codec: str) -> None:
-    base = weights(1)
+@dataclass(frozen=True)
+class Step:
+    """Two checkpoints in one folder, and the path of the difference between them."""
+
+    folder: Path
+    old: Path
+    new: Path
+    delta: Path
+    out: Path
+
+
+@pytest.fixture
+def step(tmp_path: Path, request: pytest.FixtureRequest) -> Step:
+    base = weights(1, getattr(request, "param", 300))
     old = save_folder(tmp_path / "old", base, "one")
     new = save_folder(tmp_path / "new", moved(base, 2), "two")
-    delta, out = tmp_path / "step.delta", tmp_path / "out"
-    code, text, _ = run("diff", old, new, "-o", delta, "--codec", codec)
+    return Step(tmp_path, old, new, tmp_path / "step.delta", tmp_path / "out")
+
+
+@pytest.mark.parametrize("codec", ["fast", "compact", "auto"])
+def test_a_folder_comes_back_byte_for_byte(step: Step, run: Run, codec: str) -> None:
+    code, text, _ = run("diff", step.old, step.new, "-o", step.delta, "--codec", codec)
     assert code == 0
     assert "weights differ in 3 of 7 tensors" in text
-    assert delta.stat().st_size < 0.2 * sum(f.stat().st_size for f in new.glob("*.safetensors"))
-    assert run("apply", old, delta, "-o", out)[0] == 0
-    assert same_files(out, new)
-    assert run("verify", out, delta)[0] == 0
-    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    whole = sum(f.stat().st_size for f in step.new.glob("*.safetensors"))
+    assert step.delta.stat().st_size < 0.2 * whole
+    assert run("apply", step.old, step.delta, "-o", step.out)[0] == 0
+    assert same_files(step.out, step.new)
+    assert run("verify", step.out, step.delta)[0] == 0
+    assert [p.name for p in step.folder.iterdir() if p.name.startswith(".")] == []
 
 
 def test_a_chain_is_applied_in_one_go(tmp_path: Path, run: Run) -> None:
@@ -145,34 +162,28 @@ def test_nothing_changed_is_said_and_costs_next_to_nothing(tmp_path: Path, run: 
     assert (tmp_path / "d").stat().st_size < 4096
 
 
-def test_verify_names_what_differs_and_exits_with_one(tmp_path: Path, run: Run) -> None:
-    base = weights(1)
-    old = save_folder(tmp_path / "old", base, "one")
-    new = save_folder(tmp_path / "new", moved(base, 2), "one")
-    run("diff", old, new, "-o", tmp_path / "d")
-    code, text, _ = run("verify", old, tmp_path / "d", "--json")
+def test_verify_names_what_differs_and_exits_with_one(step: Step, run: Run) -> None:
+    run("diff", step.old, step.new, "-o", step.delta)
+    code, text, _ = run("verify", step.old, step.delta, "--json")
     assert code == 1
     names = [line.split(":")[0] for line in json.loads(text)["differences"]]
     assert names == ["model.embed.weight", "model.ids", "model.norm.weight"]
 
 
-def test_one_flipped_bit_anywhere_is_found(tmp_path: Path, run: Run) -> None:
-    base = weights(1, rows=20)
-    old = save_folder(tmp_path / "old", base, "one")
-    new = save_folder(tmp_path / "new", moved(base, 2), "two")
-    delta = tmp_path / "d"
-    run("diff", old, new, "-o", delta)
-    raw = delta.read_bytes()
+@pytest.mark.parametrize("step", [20], indirect=True)
+def test_one_flipped_bit_anywhere_is_found(step: Step, run: Run) -> None:
+    run("diff", step.old, step.new, "-o", step.delta)
+    raw = step.delta.read_bytes()
     for at in range(0, len(raw), max(1, len(raw) // 60)):
         damaged = bytearray(raw)
         damaged[at] ^= 1 << (at % 8)
-        delta.write_bytes(damaged)
-        code, _, said = run("apply", old, delta, "-o", tmp_path / "out")
+        step.delta.write_bytes(damaged)
+        code, _, said = run("apply", step.old, step.delta, "-o", step.out)
         assert (code, len(said.splitlines())) == (2, 1), f"byte {at}"
-        assert not (tmp_path / "out").exists()
+        assert not step.out.exists()
     for length in (0, 7, 100, len(raw) - 1):
-        delta.write_bytes(raw[:length])
-        assert run("apply", old, delta, "-o", tmp_path / "out")[0] == 2
+        step.delta.write_bytes(raw[:length])
+        assert run("apply", step.old, step.delta, "-o", step.out)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -205,18 +216,15 @@ def test_bad_input_is_one_line(
 
 
 def test_a_full_disk_leaves_nothing_behind(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+    step: Step, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = weights(1)
-    old = save_folder(tmp_path / "old", base, "one")
-    new = save_folder(tmp_path / "new", moved(base, 2), "two")
-    run("diff", old, new, "-o", tmp_path / "d")
+    run("diff", step.old, step.new, "-o", step.delta)
 
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    code, _, said = run("apply", old, tmp_path / "d", "-o", tmp_path / "out")
+    code, _, said = run("apply", step.old, step.delta, "-o", step.out)
     assert code == 2
     assert "no space is left" in said
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "new", "old"]
+    assert sorted(p.name for p in step.folder.iterdir()) == ["new", "old", "step.delta"]

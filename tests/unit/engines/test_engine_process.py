@@ -5,8 +5,10 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from rose.engines import EngineProcess, EngineRole, EngineSpec, launch, process_
 from rose.engines.launch import check_model, check_port, check_spec
 from rose.errors import ConfigError, EngineStartError
 from rose.process.child import ManagedProcess, ProcessSpec, group_alive
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 
 PARENT = """
 import subprocess, time
@@ -23,6 +25,25 @@ subprocess.Popen(["sleep", "60"])
 print("has a child", flush=True)
 time.sleep(60)
 """
+DEAF = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(60)
+"""
+PRIORITY = """
+import os
+print(os.sched_getscheduler(0), open('/proc/self/oom_score_adj').read())
+"""
+
+
+async def started(script: str, **spec: Any) -> ManagedProcess:
+    argv = (sys.executable, "-c", script)
+    return await ManagedProcess.start(ProcessSpec("p", argv, piped=True, **spec))
+
+
+async def until_gone(group: int) -> None:
+    await until_async(lambda: not group_alive(group), PATIENCE_S, "the group is gone")
 
 
 def _spec(tmp_path: Path, port: int = 0) -> EngineSpec:
@@ -32,38 +53,26 @@ def _spec(tmp_path: Path, port: int = 0) -> EngineSpec:
     return EngineSpec("guest", EngineRole.GUEST, tmp_path, port, log, control_page=tmp_path / "p")
 
 
-async def test_stopping_a_process_ends_its_children_too(tmp_path: Path) -> None:
-    argv = (sys.executable, "-c", PARENT)
-    process = await ManagedProcess.start(ProcessSpec("p", argv, log=tmp_path / "l", piped=True))
+async def test_stopping_a_process_ends_its_children_too() -> None:
+    process = await started(PARENT)
     await process.stdout.readline()
     await process.stop(grace_s=2.0)
     assert not group_alive(process.pid)
 
 
-async def test_a_process_that_ignores_term_is_killed(tmp_path: Path) -> None:
-    script = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("deaf", flush=True)
-time.sleep(60)
-"""
-    argv = (sys.executable, "-c", script)
-    process = await ManagedProcess.start(ProcessSpec("deaf", argv, log=tmp_path / "l", piped=True))
+async def test_a_process_that_ignores_term_is_killed() -> None:
+    process = await started(DEAF)
     await process.stdout.readline()
     await process.stop(grace_s=0.1)
     assert process.returncode == -9
 
 
-async def test_the_children_of_a_killed_process_end_with_it(tmp_path: Path) -> None:
-    argv = (sys.executable, "-c", PARENT)
-    spec = ProcessSpec("p", argv, log=tmp_path / "l", family=True, piped=True)
-    process = await ManagedProcess.start(spec)
+async def test_the_children_of_a_killed_process_end_with_it() -> None:
+    process = await started(PARENT, family=True)
     await process.stdout.readline()
     os.kill(process.pid, signal.SIGKILL)
     assert await process.wait() == -signal.SIGKILL
-    async with asyncio.timeout(PATIENCE_S):
-        while group_alive(process.pid):  # noqa: ASYNC110 - another process is waited for
-            await asyncio.sleep(0.01)
+    await until_gone(process.pid)
 
 
 async def test_a_process_dies_with_the_one_that_started_it(tmp_path: Path) -> None:
@@ -78,45 +87,49 @@ async def main():
     await asyncio.sleep(60)
 asyncio.run(main())
 """
-    argv = (sys.executable, "-c", script)
-    parent = await ManagedProcess.start(ProcessSpec("parent", argv, piped=True))
+    parent = await started(script)
     child = int(await parent.stdout.readline())
     await asyncio.sleep(0.1)
     os.kill(parent.pid, signal.SIGKILL)
     await parent.wait()
-    async with asyncio.timeout(PATIENCE_S):
-        while group_alive(child):  # noqa: ASYNC110 - another process is waited for
-            await asyncio.sleep(0.01)
+    await until_gone(child)
 
 
-async def test_a_background_process_runs_below_all_others(tmp_path: Path) -> None:
-    script = "import os;print(os.sched_getscheduler(0), open('/proc/self/oom_score_adj').read())"
-    spec = ProcessSpec("idle", (sys.executable, "-c", script), share="background", piped=True)
-    process = await ManagedProcess.start(spec)
+async def test_a_background_process_runs_below_all_others() -> None:
+    process = await started(PRIORITY, share="background")
     printed = (await process.stdout.read()).split()
     await process.wait()
     assert [int(value) for value in printed] == [os.SCHED_IDLE, 1000]
 
 
+@pytest.fixture
+def run_as_engine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Start a script where an engine would be started."""
+    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
+
+    def run(script: str) -> None:
+        argv = (sys.executable, "-c", script)
+        monkeypatch.setattr(
+            launch, "process_spec", lambda spec: ProcessSpec(spec.name, argv, log=spec.log)
+        )
+
+    return run
+
+
 async def test_an_engine_that_dies_at_start_says_its_last_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_as_engine: Callable[[str], None]
 ) -> None:
-    script = "raise ValueError('no such layer')"
-    monkeypatch.setattr(
-        launch,
-        "process_spec",
-        lambda spec: ProcessSpec(spec.name, (sys.executable, "-c", script), log=spec.log),
-    )
+    run_as_engine("raise ValueError('no such layer')")
     engine = await EngineProcess.start(_spec(tmp_path))
     with pytest.raises(EngineStartError, match="ValueError: no such layer"):
         await engine.wait_healthy(5.0)
 
 
 async def test_a_replica_without_its_endpoint_is_not_healthy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run_as_engine: Callable[[str], None]
 ) -> None:
     port = free_port()
-    script = f"""
+    run_as_engine(f"""
 import http.server as h, sys
 print("(APIServer pid=7) ERROR 11-21 06:24:58 [x.py:72] ImportError: no such name", flush=True)
 class Plain(h.BaseHTTPRequestHandler):
@@ -124,13 +137,7 @@ class Plain(h.BaseHTTPRequestHandler):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 h.HTTPServer(("127.0.0.1", {port}), Plain).serve_forever()
-"""
-    monkeypatch.setattr(
-        launch,
-        "process_spec",
-        lambda spec: ProcessSpec(spec.name, (sys.executable, "-c", script), log=spec.log),
-    )
-    monkeypatch.setattr(launch, "POLL_INTERVAL_S", 0.02)
+""")
     engine = await EngineProcess.start(_spec(tmp_path, port))
     try:
         with pytest.raises(EngineStartError, match="without ROSE's endpoint: ImportError: no such"):
@@ -154,19 +161,20 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
         check_model(tmp_path)
 
 
-def test_an_engine_that_does_not_fit_into_memory_is_not_started(tmp_path: Path) -> None:
-    spec = replace(_spec(tmp_path), kv_bytes=1 << 50)
-    with pytest.raises(EngineStartError, match=r"engine guest: .* GiB of free memory"):
-        check_spec(spec)
-
-
-def test_the_hosts_headroom_is_not_a_guests_to_take(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"kv_bytes": 1 << 50}, r"engine guest: .* GiB of free memory"),
+        ({"headroom_bytes": 1 << 50}, r"guest: .* beyond the headroom of 1048576\.0; stop"),
+    ],
+)
+def test_an_engine_that_does_not_fit_beside_its_host_is_not_started(
+    tmp_path: Path, changes: dict[str, int], line: str
+) -> None:
     spec = _spec(tmp_path)
     check_spec(spec)
-    with pytest.raises(
-        EngineStartError, match=r"guest: .* beyond the headroom of 1048576\.0; stop"
-    ):
-        check_spec(replace(spec, headroom_bytes=1 << 50))
+    with pytest.raises(EngineStartError, match=line):
+        check_spec(replace(spec, **changes))  # type: ignore[arg-type]
 
 
 def test_only_the_guest_gets_gate_and_page_and_yields_its_core(tmp_path: Path) -> None:
@@ -193,8 +201,7 @@ async def test_the_first_error_of_the_log_is_what_an_engine_ended_of(
         f"(EngineCore pid=7) ERROR 11-21 13:05:56 [core.py:1510] {cause}\n"
         "RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
-    argv = (sys.executable, "-c", "")
-    engine = EngineProcess(spec, await ManagedProcess.start(ProcessSpec("engine", argv)))
+    engine = EngineProcess(spec, await started(""))
     await engine.process.wait()
     assert engine.last_words() == cause
 

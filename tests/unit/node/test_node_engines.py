@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,14 +40,14 @@ from tests.harness.waiting import PATIENCE_S, until_async
 
 
 class StandInEngine:
-    """Healthy at once; lives until `die`, or `process.kill`."""
+    """Healthy at once; lives until it is stopped or killed."""
 
     secret = ""
     lives: list["StandInEngine"]
 
     def __init__(self) -> None:
         self._over = asyncio.Event()
-        self.process = SimpleNamespace(pid=0, wait=self._wait, kill=self._kill)
+        self.process = SimpleNamespace(pid=0, wait=self._wait, kill=self.stop)
 
     @classmethod
     async def start(cls, *_: object) -> "StandInEngine":
@@ -60,15 +60,9 @@ class StandInEngine:
     async def stop(self) -> None:
         self._over.set()
 
-    def die(self) -> None:
-        self._over.set()
-
     async def _wait(self) -> int:
         await self._over.wait()
         return 1
-
-    async def _kill(self) -> None:
-        self._over.set()
 
 
 class Lives:
@@ -76,9 +70,8 @@ class Lives:
 
     def __init__(self, folder: Path) -> None:
         self.forbidden: str | None = None
-        self.events = EventLog(folder, "node")
         spec = EngineSpec("g0", EngineRole.GUEST, folder, 1, folder / "log")
-        self.supervisor = Supervisor(spec, 1.0, self.events, self)
+        self.supervisor = Supervisor(spec, 1.0, EventLog(folder, "node"), self)
 
     async def entered(self, state: EngineState) -> None:
         pass
@@ -89,30 +82,38 @@ class Lives:
     def must_wait(self) -> str | None:
         return None
 
-    def hangs(self) -> str | None:
-        return None
+    hangs = must_wait
 
     def check_room(self) -> None:
         pass
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not holds():  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        running = asyncio.create_task(self.supervisor.run())
+        yield
+        await self.supervisor.stop()
+        await running
 
-    async def healthy(self) -> StandInEngine:
-        await self.until(lambda: self.supervisor.state is EngineState.HEALTHY)
-        return StandInEngine.lives[-1]
+    async def until(self, state: EngineState) -> None:
+        await until_async(lambda: self.supervisor.state is state, PATIENCE_S, state)
 
     async def dies(self) -> None:
-        engine = await self.healthy()
-        engine.die()
-        await self.until(lambda: self.supervisor.state is not EngineState.HEALTHY)
+        await self.until(EngineState.HEALTHY)
+        engine = StandInEngine.lives[-1]
+        await engine.stop()
+        await until_async(
+            lambda: (
+                self.supervisor.state is not EngineState.HEALTHY
+                or StandInEngine.lives[-1] is not engine
+            ),
+            PATIENCE_S,
+            "it is dead",
+        )
 
     async def stopped_and_let_on(self) -> None:
-        await self.healthy()
+        await self.until(EngineState.HEALTHY)
         self.forbidden = "stopped by the operator"
-        await self.until(lambda: self.supervisor.state is EngineState.STOPPED)
+        await self.until(EngineState.STOPPED)
         self.forbidden = None
 
 
@@ -120,20 +121,17 @@ class Lives:
 def lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lives:
     StandInEngine.lives = []
     monkeypatch.setattr(supervisor, "EngineProcess", StandInEngine)
-    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
-    monkeypatch.setattr(supervisor, "FIRST_BACKOFF_S", 0.001)
-    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.001)
+    for name in ("POLL_S", "FIRST_BACKOFF_S", "MAX_BACKOFF_S"):
+        monkeypatch.setattr(supervisor, name, 0.001)
     return Lives(tmp_path)
 
 
 async def test_an_engine_that_dies_young_each_time_is_given_up(lives: Lives) -> None:
-    running = asyncio.create_task(lives.supervisor.run())
-    for _ in range(MAX_SHORT_LIVES):
-        await lives.dies()
-    await lives.until(lambda: lives.supervisor.state is EngineState.FAILED)
-    assert len(StandInEngine.lives) == MAX_SHORT_LIVES
-    await lives.supervisor.stop()
-    await running
+    async with lives.running():
+        for _ in range(MAX_SHORT_LIVES):
+            await lives.dies()
+        await lives.until(EngineState.FAILED)
+        assert len(StandInEngine.lives) == MAX_SHORT_LIVES
 
 
 async def test_an_engine_that_lacks_descriptors_is_started_again(
@@ -146,24 +144,20 @@ async def test_an_engine_that_lacks_descriptors_is_started_again(
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(StandInEngine, "start", full)
-    running = asyncio.create_task(lives.supervisor.run())
-    await lives.healthy()
+    async with lives.running():
+        await lives.until(EngineState.HEALTHY)
     assert lives.supervisor.restarts == 1
     assert "Too many open files" in caplog.text, "whoever watches the daemon sees it too"
-    await lives.supervisor.stop()
-    await running
 
 
 async def test_an_engine_that_was_stopped_each_time_is_started_again_after_a_crash(
     lives: Lives,
 ) -> None:
-    running = asyncio.create_task(lives.supervisor.run())
-    for _ in range(MAX_SHORT_LIVES):
-        await lives.stopped_and_let_on()
-    await lives.dies()
-    await lives.healthy()
-    await lives.supervisor.stop()
-    await running
+    async with lives.running():
+        for _ in range(MAX_SHORT_LIVES):
+            await lives.stopped_and_let_on()
+        await lives.dies()
+        await lives.until(EngineState.HEALTHY)
 
 
 # ---- one that stands still ----
@@ -182,9 +176,16 @@ def judged(guest: GuestState | None, group: int | None) -> str | None:
     return HangWatch().reason(guest, group)
 
 
-def test_a_slow_guest_is_left_alone(group: int) -> None:
-    assert judged(silent_for(0.1), group) is None
-    assert judged(silent_for(SILENT_S + 5), group) is None
+@pytest.mark.parametrize(
+    ("silent_s", "ended"), [(0.1, False), (SILENT_S + 5, False), (STUCK_S + 1, True)]
+)
+def test_a_guest_is_ended_once_it_is_silent_beyond_what_load_explains(
+    group: int, silent_s: float, ended: bool
+) -> None:
+    assert ("no sign of life" in (judged(silent_for(silent_s), group) or "")) is ended
+
+
+def test_without_a_page_or_a_process_no_guest_is_ended(group: int) -> None:
     assert judged(None, group) is None
     assert judged(silent_for(STUCK_S + 1), None) is None
 
@@ -195,10 +196,6 @@ def test_a_stopped_guest_is_ended_once_it_is_silent(group: int) -> None:
         time.sleep(0.01)
     assert judged(silent_for(0.1), group) is None
     assert "SIGSTOP" in (judged(silent_for(SILENT_S + 0.1), group) or "")
-
-
-def test_a_guest_silent_beyond_what_load_explains_is_ended(group: int) -> None:
-    assert "no sign of life" in (judged(silent_for(STUCK_S + 1), group) or "")
 
 
 RENAMED = """
@@ -245,45 +242,38 @@ def test_a_process_is_not_taken_for_another_of_its_number(group: int) -> None:
 LOOKS = 20
 
 
-class Beats(threading.Thread):
-    """Heartbeats of a guest's watchdog, which stop with the guest."""
-
-    def __init__(self, bench: Bench) -> None:
-        super().__init__(daemon=True)
-        self._page, self.ended = bench.page, threading.Event()
-
-    def run(self) -> None:
-        while not self.ended.wait(0.02):
-            self._page.guest.write(GuestState(heartbeat_ns=time.monotonic_ns()))
-
-
 stoppable = pytest.mark.parametrize("bench", [{"orphan_s": 20.0, "files": ["core"]}], indirect=True)
 
 
 @pytest.fixture
-async def beats(bench: Bench) -> AsyncIterator[Beats]:
-    beats = Beats(bench)
-    beats.start()
+async def beats(bench: Bench) -> AsyncIterator["asyncio.Task[None]"]:
+    """Heartbeats of the watchdog of a leased guest, until the task is cancelled."""
+
+    async def beat() -> None:
+        while True:
+            bench.page.guest.write(GuestState(heartbeat_ns=time.monotonic_ns()))
+            await asyncio.sleep(0.02)
+
+    beating = asyncio.create_task(beat())
     bench.spawn()
     await bench.until("leased", lambda row: row.leased)
     await bench.until_noted("lease_taken")
-    yield beats
-    beats.ended.set()
-    beats.join()
+    yield beating
+    beating.cancel()
 
 
 @stoppable
-async def test_a_stopped_guest_is_ended(bench: Bench, beats: Beats) -> None:
+async def test_a_stopped_guest_is_ended(bench: Bench, beats: "asyncio.Task[None]") -> None:
     (started,) = bench.calls("start")
     os.killpg(started["pid"], signal.SIGSTOP)
-    beats.ended.set()
+    beats.cancel()
     assert "SIGSTOP" in (await bench.until_noted("engine_reclaimed"))["reason"]
     await until_async(lambda: not group_alive(started["pid"]), PATIENCE_S, "all of it is gone")
 
 
 @stoppable
 async def test_a_guest_without_its_core_gets_no_turns_and_another_one_comes(
-    bench: Bench, beats: Beats
+    bench: Bench, beats: "asyncio.Task[None]"
 ) -> None:
     before = await bench.until("leased", lambda row: row.leased)
     (core,) = bench.calls("core")
@@ -377,13 +367,9 @@ async def test_an_engine_that_other_machines_reach_is_never_offered(bench: Bench
 on_a_gpu = pytest.mark.parametrize("bench", [{"device": 0, "files": ["gpu"]}], indirect=True)
 
 
-def busy(bench: Bench, running: int) -> None:
-    bench.host.tell(running=running)
-
-
 @on_a_gpu
 async def test_it_is_not_started_beside_a_busy_host(bench: Bench) -> None:
-    busy(bench, 3)
+    bench.host.tell(running=3)
     bench.spawn()
     await bench.until("known", lambda row: not row.healthy)
     await asyncio.sleep(0.6)
@@ -391,7 +377,7 @@ async def test_it_is_not_started_beside_a_busy_host(bench: Bench) -> None:
     assert [event["reason"] for event in bench.noted("engine_waits")][-1:] == [HOST_BUSY]
     assert len(bench.noted("engine_waits")) <= 2, "said once, not with every look"
     assert [event["state"] for event in bench.noted("engine_state")] == ["stopped"]
-    busy(bench, 0)
+    bench.host.tell(running=0)
     await bench.until("leased", lambda row: row.healthy and row.leased)
     assert len(bench.noted("engine_started")) == 1
 
@@ -400,7 +386,7 @@ async def test_it_is_not_started_beside_a_busy_host(bench: Bench) -> None:
 async def test_one_that_runs_stays_when_the_host_becomes_busy(bench: Bench) -> None:
     bench.spawn()
     await bench.until("leased", lambda row: row.healthy and row.leased)
-    busy(bench, 3)
+    bench.host.tell(running=3)
     await asyncio.sleep(0.6)
     row = await bench.row()
     assert row is not None
@@ -412,14 +398,14 @@ async def test_one_that_runs_stays_when_the_host_becomes_busy(bench: Bench) -> N
 async def test_a_start_does_not_run_out_of_time_while_its_host_leaves_it_none(
     bench: Bench,
 ) -> None:
-    bench.settings["replicas"][0]["start_timeout_s"] = 0.5
+    bench.settings["replicas"][0]["start_timeout_s"] = 0.4
     (bench.folder / "mute").touch()
     bench.spawn()
     await bench.until_noted("engine_started")
-    busy(bench, 3)
-    await asyncio.sleep(1.5)
+    bench.host.tell(running=3)
+    await asyncio.sleep(0.8)
     assert bench.noted("engine_start_failed") == []
-    busy(bench, 0)
+    bench.host.tell(running=0)
     failed = await bench.until_noted("engine_start_failed")
     assert "did not answer within" in failed["message"]
 

@@ -50,21 +50,29 @@ def says(
     assert set(psutil.Process().children(recursive=True)) <= set(before)
 
 
-def test_a_folder_without_a_model(says: Says, tmp_path: Path) -> None:
-    assert "has no config.json" in says("--model", tmp_path / "nothing")
-    assert "has no config.json" in says("--model", tmp_path)
-
-
-def test_sizes_that_do_not_go_together(says: Says, model: Path) -> None:
-    assert "below --max-num-seqs 65" in says(
-        "--model", model, "--max-num-seqs", 65, "--token-budget", 64
-    )
-    assert "--max-model-len is 9" in says("--model", model, "--max-model-len", 9)
-    assert "0 is not positive" in says("--model", model, "--max-num-seqs", 0)
-
-
-def test_a_folder_that_is_not_there(says: Says, model: Path, tmp_path: Path) -> None:
-    assert "is no folder" in says("--model", model, "--out", tmp_path / "absent" / "p.json")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "nothing"), "has no config.json"),
+        (("--model", "."), "has no config.json"),
+        (("--max-num-seqs", 65, "--token-budget", 64), "below --max-num-seqs 65"),
+        (("--max-model-len", 9), "--max-model-len is 9"),
+        (("--max-num-seqs", 0), "0 is not positive"),
+        (("--out", "absent/p.json"), "is no folder"),
+        (("--kv-bytes", 1 << 50), "GiB of free memory"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_and_leave_nothing(
+    says: Says,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[object, ...],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in says("--model", model, *words)
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_a_busy_port(says: Says, model: Path) -> None:
@@ -72,11 +80,6 @@ def test_a_busy_port(says: Says, model: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         assert "is busy" in says("--model", model, "--port", taken.getsockname()[1])
-
-
-def test_too_little_memory(says: Says, model: Path, tmp_path: Path) -> None:
-    assert "GiB of free memory" in says("--model", model, "--kv-bytes", 1 << 50)
-    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_an_engine_that_dies_at_start(

@@ -26,6 +26,7 @@ from rose.store.election import (
     Election,
     ElectionRole,
     ElectionTick,
+    Event,
     GiveUpLease,
     KeepLease,
     Lead,
@@ -43,56 +44,57 @@ from tests.harness.waiting import PATIENCE_S
 ME = Candidate("h:1", "x")
 
 
-def elected(at_s: float = 100.0) -> Election:
+def stepped(*events: Event, at_s: float = 100.0) -> Election:
+    """Return an election after a tick and these events, all at one time."""
     election = Election(ME, ttl_s=2.0)
-    assert election.step(ElectionTick(), at_s) == [Look()]
-    assert election.step(Seen(None), at_s) == [AskLease(2.0)]
-    assert election.step(LeaseGiven(7, at_s), at_s) == [Campaign(7)]
-    assert election.step(CampaignEnded(41), at_s) == [Lead(41)]
+    for event in (ElectionTick(), *events):
+        election.step(event, at_s)
     return election
 
 
+def elected() -> Election:
+    return stepped(Seen(None), LeaseGiven(7, 100.0), CampaignEnded(41))
+
+
 def test_one_that_finds_no_leader_campaigns_and_leads_under_the_revision_of_its_key() -> None:
-    status = elected(100.0).status()
+    election = Election(ME, ttl_s=2.0)
+    events = (ElectionTick(), Seen(None), LeaseGiven(7, 100.0), CampaignEnded(41))
+    actions = [election.step(event, 100.0) for event in events]
+    assert actions == [[Look()], [AskLease(2.0)], [Campaign(7)], [Lead(41)]]
+    status = election.status()
     assert (status.role, status.address, status.term) == (ElectionRole.LEADER, "h:1", 41)
     assert status.valid_until_s == pytest.approx(101.8)
 
 
 def test_one_that_finds_a_leader_follows_it_and_looks_again() -> None:
-    election = Election(ME)
-    election.step(ElectionTick(), 100.0)
-    assert election.step(Seen(StoreEntry(LEADER, Candidate("o:2", "y").value(), 3)), 100.0) == []
+    election = stepped(Seen(StoreEntry(LEADER, Candidate("o:2", "y").value(), 3)))
     assert election.status().address == "o:2"
     assert election.step(ElectionTick(), 100.1) == []
     assert election.step(ElectionTick(), 100.2) == [Look()]
 
 
-def test_one_that_loses_the_campaign_gives_its_lease_up() -> None:
-    election = Election(ME)
-    election.step(ElectionTick(), 100.0)
-    election.step(Seen(None), 100.0)
-    election.step(LeaseGiven(7, 100.0), 100.0)
-    assert election.step(CampaignEnded(None), 100.0) == [GiveUpLease(7)]
+@pytest.mark.parametrize(
+    ("term", "at_s"),
+    [
+        pytest.param(None, 100.0, id="lost"),
+        pytest.param(41, 101.8, id="that nobody answered in time"),
+    ],
+)
+def test_a_campaign_that_is_not_won_gives_its_lease_up(term: int | None, at_s: float) -> None:
+    election = stepped(Seen(None), LeaseGiven(7, 100.0))
+    assert election.step(CampaignEnded(term), at_s) == [GiveUpLease(7)]
     assert election.status().role is ElectionRole.FOLLOWER
 
 
-def test_a_campaign_that_nobody_answered_in_time_is_not_led() -> None:
-    election = Election(ME, ttl_s=2.0)
-    election.step(ElectionTick(), 100.0)
-    election.step(Seen(None), 100.0)
-    election.step(LeaseGiven(7, 100.0), 100.1)
-    assert election.step(CampaignEnded(41), 101.8) == [GiveUpLease(7)]
-
-
 def test_a_lease_lives_from_when_it_was_asked_for_not_from_the_answer() -> None:
-    election = elected(100.0)
+    election = elected()
     assert election.step(ElectionTick(), 100.5) == [KeepLease(7)]
     election.step(LeaseKept(2.0, 100.5), 101.4)
     assert election.status().valid_until_s == pytest.approx(102.3)
 
 
 def test_a_leader_steps_down_by_its_own_clock_while_a_call_hangs() -> None:
-    election = elected(100.0)
+    election = elected()
     assert election.step(ElectionTick(), 100.5) == [KeepLease(7)]
     assert election.step(ElectionTick(), 101.79) == []
     assert election.step(ElectionTick(), 101.8) == [
@@ -106,7 +108,7 @@ def test_a_leader_steps_down_by_its_own_clock_while_a_call_hangs() -> None:
 
 def test_a_leader_that_finds_its_key_of_a_term_that_is_over_gives_that_lease_up_again() -> None:
     """An outage of the store may keep it from being given up."""
-    election = elected(100.0)
+    election = elected()
     election.step(ElectionTick(), 101.8)
     assert election.step(CallFailed(), 102.0) == []
     assert election.step(ElectionTick(), 102.1) == [Look()]
@@ -116,23 +118,23 @@ def test_a_leader_that_finds_its_key_of_a_term_that_is_over_gives_that_lease_up_
 
 
 def test_a_leader_tries_again_after_a_failed_renewal() -> None:
-    election = elected(100.0)
+    election = elected()
     election.step(ElectionTick(), 100.5)
     assert election.step(CallFailed(), 100.6) == []
     assert election.step(ElectionTick(), 100.7) == [KeepLease(7)]
 
 
 @pytest.mark.parametrize("event", [LeaseKept(0.0, 100.5), WriteRefused(41)])
-def test_a_leader_whose_lease_or_write_is_refused_steps_down_at_once(event: object) -> None:
-    election = elected(100.0)
+def test_a_leader_whose_lease_or_write_is_refused_steps_down_at_once(event: Event) -> None:
+    election = elected()
     election.step(ElectionTick(), 100.5)
-    actions = election.step(event, 100.5)  # type: ignore[arg-type]
+    actions = election.step(event, 100.5)
     assert isinstance(actions[0], StepDown)
     assert actions[1] == GiveUpLease(7)
 
 
 def test_a_refused_write_of_an_older_term_changes_nothing() -> None:
-    election = elected(100.0)
+    election = elected()
     assert election.step(WriteRefused(40), 100.1) == []
     assert election.status().role is ElectionRole.LEADER
 
