@@ -9,24 +9,18 @@ from typing import Any
 import pytest
 
 from rose.cli.machine.doctor import Diagnosis, Severity, gpu_checks
-from rose.node import HostConfig, NodeConfig, ReplicaConfig
+from rose.node import HostConfig, NodeConfig
 from rose.node.guest.memory_gauges import Gpus
 from rose.nvml import CardError, CardReader, Client
 from tests.fakes.nvml import StandInReader, card, usage
+from tests.unit.node.node_bench import node_of_one
 
 GIB = 1 << 30
 
 
 def node(tmp_path: Path, **changes: Any) -> NodeConfig:
-    settings = {"id": "g0", "kind": "guest", "model_dir": tmp_path, "port": 9000, "device": 0}
-    return NodeConfig(
-        node="n0",
-        scheduler="127.0.0.1:1",
-        run_dir=tmp_path,
-        log_dir=tmp_path,
-        host=HostConfig(page=tmp_path / "page", pid=os.getpid()),
-        replicas=(ReplicaConfig.model_validate(settings | changes),),
-    )
+    host = HostConfig(page=tmp_path / "page", pid=os.getpid())
+    return node_of_one(tmp_path, host, **{"id": "g0", "device": 0} | changes)
 
 
 def found(config: NodeConfig, open_reader: Callable[[], CardReader]) -> dict[str, Diagnosis]:

@@ -18,7 +18,7 @@ from executor import ControlPage
 from rose.addresses import free_port
 from rose.engines import EngineSpec, launch
 from rose.logs.eventlog import EventLog
-from rose.node import NodeConfig, NodeDaemon
+from rose.node import HostConfig, NodeConfig, NodeDaemon, ReplicaConfig
 from rose.node.guest import supervisor
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.process.child import ProcessSpec, group_alive
@@ -238,3 +238,16 @@ async def attached(
 def events_in(folder: Path) -> list[str]:
     lines = (folder / "events-n0.jsonl").read_text().splitlines()
     return [json.loads(line)["event"] for line in lines]
+
+
+def node_of_one(folder: Path, host: HostConfig, **changes: object) -> NodeConfig:
+    """Return a node of one guest, which is on GPU 1 unless the changes say otherwise."""
+    guest = {"id": "guest", "kind": "guest", "model_dir": folder, "port": 9000, "device": 1}
+    return NodeConfig(
+        node="n0",
+        scheduler="127.0.0.1:1",
+        run_dir=folder,
+        log_dir=folder,
+        host=host,
+        replicas=(ReplicaConfig.model_validate(guest | changes),),
+    )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from node_bench import node_of_one
 
 from rose.engines import Device, process_spec
 from rose.errors import EngineStartError, RoseError
@@ -21,19 +22,11 @@ CARDS = (card(uuid="GPU-a0"), card(index=1, uuid="GPU-b0"))
 
 
 def replica(tmp_path: Path, **changes: Any) -> ReplicaConfig:
-    settings = {"id": "guest", "kind": "guest", "model_dir": tmp_path, "port": 9000, "device": 1}
-    return ReplicaConfig.model_validate(settings | changes)
+    return node(tmp_path, None, **changes).replicas[0]
 
 
 def node(tmp_path: Path, host: Any, **changes: Any) -> NodeConfig:
-    return NodeConfig(
-        node="n0",
-        scheduler="127.0.0.1:1",
-        run_dir=tmp_path,
-        log_dir=tmp_path,
-        host=HostConfig(page=tmp_path / "page", device=host),
-        replicas=(replica(tmp_path, **changes),),
-    )
+    return node_of_one(tmp_path, HostConfig(page=tmp_path / "page", device=host), **changes)
 
 
 def gpus(reader: CardReader) -> Gpus:

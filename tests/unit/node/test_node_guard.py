@@ -7,23 +7,22 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor import ControlPage, GrantController, GrantMode, GuardConfig, GuestState, HostState
+from executor import ControlPage, GrantMode, GuardConfig, GuestState, HostState
 from executor.control_page.latency_ring import LANE_BYTES, RING_BYTES, SLOT_BYTES
 from executor.control_page.page import PAGE_BYTES
 from executor.control_page.seqlock_records import HEADER_BYTES, PageSection, SeatState
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.logs.rotating_jsonl import LogThread
-from rose.node.guest.guard import SAMPLE_EVERY_TICKS, DutyMeter, GuardedHost, GuardThread
-from rose.node.guest.kill_switch import KillSwitch
-from rose.node.host import HostWatch
-from tests.fakes.guarded_guest import LeasedGuest
+from rose.node.guest.guard import SAMPLE_EVERY_TICKS, DutyMeter, GuardThread
+from tests.fakes.guarded_guest import LeasedGuest, guard_thread
 from tests.harness.examples import times
 from tests.harness.seated_host import SeatedHost
 from tests.harness.waiting import PATIENCE_S
@@ -40,17 +39,15 @@ class Rig:
         self.page = ControlPage.create(folder / "page")
         self.now_ns = 10**12
         self.host = SeatedHost(self.page, lambda: self.now_ns)
-        self.watch = HostWatch(JsonlLog(folder / "host_latency.jsonl"))
         self.log = EventLog(folder, "n")
-        self.guard = GuardThread(
-            LeasedGuest(),
-            GuardedHost(self.page, self.watch),
-            GrantController(GuardConfig(512, 64, kv_base_bytes=1 << 20)),
-            KillSwitch(folder / "KILL"),
-            JsonlLog(folder / "guest.jsonl"),
-            self.log,
+        self.guard = guard_thread(
+            self.page,
+            folder,
+            config=GuardConfig(512, 64, kv_base_bytes=1 << 20),
+            events=self.log,
             clock_ns=lambda: self.now_ns,
         )
+        self.watch = self.guard._watch
 
     def scribble(self, at: int, raw: bytes) -> None:
         with self.page.path.open("r+b") as file:
@@ -94,25 +91,18 @@ def test_a_guard_without_a_scheduler_is_cut_off_from_none(rig: Rig) -> None:
     rig.guard._caps.heard()
 
 
-@pytest.mark.parametrize("name", ["host", "seat"])
-def test_random_bytes_in_a_section_of_the_host_freeze(rig: Rig, name: str) -> None:
+@pytest.mark.parametrize("name", ["host", "seat", "guest", "grant"])
+def test_random_bytes_in_a_section_end_no_guard_and_freeze_where_they_are_the_hosts(
+    rig: Rig, name: str
+) -> None:
     chance = random.Random(7)
     section = sections(rig.page)[name]
     for _ in range(50):
         rig.reset()
         assert rig.ticks() is GrantMode.RUN
         rig.scribble(section.start - HEADER_BYTES, chance.randbytes(HEADER_BYTES + 64))
-        assert rig.ticks() is GrantMode.FREEZE
-
-
-@pytest.mark.parametrize("name", ["guest", "grant"])
-def test_random_bytes_in_another_section_end_no_guard(rig: Rig, name: str) -> None:
-    chance = random.Random(8)
-    section = sections(rig.page)[name]
-    for _ in range(50):
-        rig.reset()
-        rig.scribble(section.start - HEADER_BYTES, chance.randbytes(HEADER_BYTES + 64))
-        rig.ticks()
+        mode = rig.ticks()
+        assert name not in ("host", "seat") or mode is GrantMode.FREEZE
 
 
 def test_random_bytes_in_the_ring_are_counted_as_lost(rig: Rig) -> None:
@@ -127,11 +117,6 @@ def test_random_bytes_in_the_ring_are_counted_as_lost(rig: Rig) -> None:
         assert rig.watch.lost > lost
 
 
-def forged(section: PageSection, payload: bytes) -> None:  # type: ignore[type-arg]
-    """Bytes that pass for a whole record."""
-    section.write_packed(payload)
-
-
 NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**63 - 1))
 
 
@@ -144,7 +129,8 @@ def test_whole_records_of_any_numbers_end_no_guard(rig: Rig, name: str, numbers:
     kind = kinds[name]
     rig.reset()
     raw = struct.pack("=20q", *numbers)[: kind.LAYOUT.size]
-    forged(sections(rig.page)[name], raw)
+    # Bytes that pass for a whole record.
+    sections(rig.page)[name].write_packed(raw)
     mode = rig.ticks()
     rig.reset()
     if name == "host" and min(numbers[1:12]) < 0:
@@ -177,47 +163,36 @@ def test_a_file_that_goes_away_under_the_guard_freezes(tmp_path: Path) -> None:
 # ---- duty ----
 
 
-def test_a_guest_held_back_half_of_the_time_has_duty_one_half() -> None:
+@pytest.mark.parametrize(
+    ("guest_at", "duty"),
+    [
+        pytest.param(
+            lambda tick: GuestState(step_seq=tick, yielded_ns=tick * 50_000_000),
+            0.5,
+            id="held back half of the time",
+        ),
+        pytest.param(lambda _: GuestState(step_seq=7), 0.0, id="without a step"),
+        pytest.param(lambda _: None, 0.0, id="no guest"),
+    ],
+)
+def test_duty_is_the_share_of_time_in_which_a_guest_may_step(
+    guest_at: Callable[[int], GuestState | None], duty: float
+) -> None:
     meter = DutyMeter()
     for tick in range(11):
-        now_ns = tick * 100_000_000
-        meter.update(now_ns, GuestState(step_seq=tick, yielded_ns=now_ns // 2))
-    assert meter.value == pytest.approx(0.5)
-
-
-def test_a_guest_that_does_not_step_has_no_duty() -> None:
-    meter = DutyMeter()
-    for tick in range(11):
-        meter.update(tick * 100_000_000, GuestState(step_seq=7))
-    assert meter.value == 0.0
-
-
-def test_no_guest_no_duty() -> None:
-    meter = DutyMeter()
-    meter.update(0, None)
-    assert meter.value == 0.0
+        meter.update(tick * 100_000_000, guest_at(tick))
+    assert meter.value == pytest.approx(duty)
 
 
 # ---- a disk that hangs, a fault, no descriptors ----
 
 
-def guard_of(
-    folder: Path,
-    thread: LogThread | None = None,
-    guest: LeasedGuest | None = None,
-    samples: JsonlLog | None = None,
-) -> GuardThread:
+def guard_of(folder: Path, guest: LeasedGuest | None = None, **options: Any) -> GuardThread:
     """A guard with a host that is idle and a lease that lasts."""
     page = ControlPage.create(folder / "page")
     page.host.write(HostState(heartbeat_ns=time.monotonic_ns()))
-    watch = HostWatch(JsonlLog(folder / "host_latency.jsonl", thread=thread))
-    return GuardThread(
-        guest or LeasedGuest("g0"),
-        GuardedHost(page, watch, os.getpid()),
-        GrantController(GuardConfig(64, 8)),
-        KillSwitch(folder / "KILL"),
-        samples or JsonlLog(folder / "guest.jsonl", thread=thread),
-        EventLog(folder, "n0", thread=thread),
+    return guard_thread(
+        page, folder, guest, config=GuardConfig(64, 8), host_pid=os.getpid(), **options
     )
 
 
@@ -226,7 +201,7 @@ def test_a_disk_that_hangs_delays_no_grant(tmp_path: Path) -> None:
     hangs, thread = threading.Event(), LogThread("test", waiting=4)
     thread.put(lambda: hangs.wait(60))
     samples = JsonlLog(tmp_path / "guest.jsonl", thread=thread)
-    guard = guard_of(tmp_path, thread, samples=samples)
+    guard = guard_of(tmp_path, thread=thread, samples=samples)
     guard.start()
     try:
         until_s = time.monotonic() + PATIENCE_S

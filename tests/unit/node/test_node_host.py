@@ -18,7 +18,8 @@ from rose.node import host as host_watch
 from rose.node.config import HostConfig
 from rose.node.host import STALE_S, Host, HostLoad, HostProcess, HostScrape, watch
 from rose.process.procfs import ProcessIdentity, pid_namespace
-from tests.harness.waiting import PATIENCE_S, HandClock
+from tests.harness.waiting import PATIENCE_S, HandClock, until_async
+from tests.harness.web_server import served
 
 # ---- without the plugin ----
 
@@ -46,28 +47,41 @@ def page(ttft: tuple[int, int, int], tpot: tuple[int, int, int], running: int = 
     )
 
 
-def test_requests_before_the_first_scrape_are_nobodys_and_each_miss_counts() -> None:
-    scrape = HostScrape(0.5, 0.15)
-    scrape.take(page((0, 0, 9), (0, 0, 9)), 0.0)
-    assert (scrape.good, scrape.bad) == (0, 0)
-    scrape.take(page((8, 8, 19), (7, 8, 19)), 1.0)
-    assert (scrape.good, scrape.bad) == (6, 4), "2 missed TTFT, 2 TPOT: 4 requests at worst"
-    scrape.take(page((8, 8, 22), (7, 8, 22)), 2.0)
-    assert (scrape.good, scrape.bad) == (6, 7), "3 missed both: 3 requests at most"
+Counts = tuple[tuple[int, int, int], tuple[int, int, int]]
 
 
-def test_a_target_between_two_buckets_is_judged_by_the_lower_one() -> None:
-    scrape = HostScrape(0.4, 1.0)
-    scrape.take(page((0, 0, 0), (0, 0, 0)), 0.0)
-    scrape.take(page((3, 10, 10), (10, 10, 10)), 1.0)
-    assert (scrape.good, scrape.bad) == (3, 7)
-
-
-def test_a_host_that_was_restarted_counts_anew() -> None:
-    scrape = HostScrape(0.5, 0.15)
-    scrape.take(page((90, 90, 90), (90, 90, 90)), 0.0)
-    scrape.take(page((5, 5, 5), (5, 5, 5)), 1.0)
-    assert (scrape.good, scrape.bad) == (5, 0)
+@pytest.mark.parametrize(
+    ("targets", "pages", "counted"),
+    [
+        pytest.param(
+            # Second: 2 missed TTFT, 2 TPOT, 4 at worst. Third: 3 missed both, 3 at most.
+            (0.5, 0.15),
+            [((0, 0, 9), (0, 0, 9)), ((8, 8, 19), (7, 8, 19)), ((8, 8, 22), (7, 8, 22))],
+            [(0, 0), (6, 4), (6, 7)],
+            id="each miss, and none from before the first scrape",
+        ),
+        pytest.param(
+            (0.4, 1.0),
+            [((0, 0, 0), (0, 0, 0)), ((3, 10, 10), (10, 10, 10))],
+            [(0, 0), (3, 7)],
+            id="a target between two buckets by the lower one",
+        ),
+        pytest.param(
+            (0.5, 0.15),
+            [((90, 90, 90), (90, 90, 90)), ((5, 5, 5), (5, 5, 5))],
+            [(0, 0), (5, 0)],
+            id="anew after a restart",
+        ),
+    ],
+)
+def test_requests_count_by_what_their_host_says_of_both_targets(
+    targets: tuple[float, float], pages: list[Counts], counted: list[tuple[int, int]]
+) -> None:
+    scrape, found = HostScrape(*targets), []
+    for second, counts in enumerate(pages):
+        scrape.take(page(*counts), float(second))
+        found.append((scrape.good, scrape.bad))
+    assert found == counted
 
 
 def test_the_busy_share_is_that_of_scrapes_which_found_work_and_old_ones_say_nothing() -> None:
@@ -103,21 +117,11 @@ async def test_a_host_is_asked_again_after_it_did_not_answer(
             return web.Response(status=503)
         return web.Response(text=page((asked, asked, asked), (asked, asked, asked)))
 
-    app = web.Application()
-    app.router.add_get("/metrics", metrics)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
     scrape = HostScrape(0.5, 0.15)
-    async with aiohttp.ClientSession() as http:
-        watching = asyncio.create_task(watch(f"http://127.0.0.1:{port}/metrics", scrape, http))
-        async with asyncio.timeout(PATIENCE_S):
-            while not scrape.good:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+    async with served(metrics) as url, aiohttp.ClientSession() as http:
+        watching = asyncio.create_task(watch(f"{url}/metrics", scrape, http))
+        await until_async(lambda: scrape.good, PATIENCE_S, "an answer")
         watching.cancel()
-    await runner.cleanup()
     assert not scrape.bad
 
 

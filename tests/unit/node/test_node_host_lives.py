@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 from executor import (
     ControlPage,
-    GrantController,
-    GuardConfig,
     HostSeat,
     HostState,
     HostView,
@@ -29,11 +27,8 @@ from executor import (
 )
 from executor.control_page.page import PAGE_FOLDER
 from executor.guest.gate_client import EngineLoad, GateClient, KvMapped
-from rose.logs.eventlog import EventLog, JsonlLog
-from rose.node.guest.guard import GuardedHost, GuardThread
-from rose.node.guest.kill_switch import KillSwitch
-from rose.node.host import HostWatch
-from tests.fakes.guarded_guest import LeasedGuest
+from rose.logs.eventlog import EventLog
+from tests.fakes.guarded_guest import guard_thread
 
 MS = 1_000_000
 TICKS_OF_A_BEAT = 5
@@ -91,14 +86,8 @@ class Machine:
         return page
 
     def start_node(self, _: int) -> None:
-        self.guard = GuardThread(
-            LeasedGuest(),
-            GuardedHost(self.page(), HostWatch(JsonlLog(self.folder / "host_latency.jsonl"))),
-            GrantController(GuardConfig(512, 64)),
-            KillSwitch(self.folder / "KILL"),
-            JsonlLog(self.folder / "guest.jsonl"),
-            self.log,
-            clock_ns=lambda: self.now_ns,
+        self.guard = guard_thread(
+            self.page(), self.folder, events=self.log, clock_ns=lambda: self.now_ns
         )
 
     def start_guest(self, _: int) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import aiohttp
 import pytest
@@ -10,7 +9,7 @@ from node_bench import Bench
 
 from rose.addresses import free_port
 from rose.errors import ConfigError
-from rose.node import NodeConfig, NodeDaemon
+from rose.node import NodeDaemon
 from rose.rpc import rose_pb2 as pb
 from tests.harness.waiting import PATIENCE_S, until_async
 from weight_transfer import ChunkStore
@@ -39,14 +38,21 @@ class Neighbour:
             if command.HasField("relays"):
                 self.told = list(command.relays.urls)
 
-    async def until_told(self, urls: list[str]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while self.told != urls:  # noqa: ASYNC110 -- it has nobody to tell
-                await asyncio.sleep(0.02)
-
     async def leave(self) -> None:
         self._hearing.cancel()
         await asyncio.gather(self._hearing, return_exceptions=True)
+
+
+async def fetched_from(bench: Bench, relay: str, **headers: str) -> int:
+    """Return the bytes of version 1, fetched where nobody is there but the relay."""
+    async with aiohttp.ClientSession(headers=headers) as session:
+        receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
+        fetcher = ChunkFetcher(session, receiving, "", [relay])
+        fetched = await fetch_version(
+            fetcher, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
+        )
+        receiving.close()
+    return fetched.wire_bytes
 
 
 BENCH = {"kind": "dedicated"}
@@ -64,7 +70,8 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
     async with bench.running() as node:
         neighbour = Neighbour(bench)
         url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
-        await neighbour.until_told(sorted([NEIGHBOUR, url]))
+        both = sorted([NEIGHBOUR, url])
+        await until_async(lambda: neighbour.told == both, PATIENCE_S, "both are known")
         source = node._network._source
         assert source
 
@@ -79,15 +86,7 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
 
         await bench.publish(1)
         await bench.until("up to date", lambda row: row.policy_version == 1)
-        async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
-            receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
-            fetcher = ChunkFetcher(session, receiving, "", [url])
-            # Nobody is there but the relay.
-            fetched = await fetch_version(
-                fetcher, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
-            )
-            assert fetched.wire_bytes
-            receiving.close()
+        assert await fetched_from(bench, url, Authorization="Bearer secret")
         async with aiohttp.ClientSession() as session, session.get(f"{url}/catalog") as answer:
             assert answer.status == 401
 
@@ -99,13 +98,7 @@ async def test_a_relay_serves_a_version_that_its_own_engine_does_not_take(bench:
         await bench.until("there", lambda row: row.leased)
         await bench.publish(1)
         url = f"http://127.0.0.1:{bench.settings['relay']['port']}"
-        async with aiohttp.ClientSession() as session:
-            receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
-            fetcher = ChunkFetcher(session, receiving, "", [url])
-            await fetch_version(
-                fetcher, "http://127.0.0.1:9", "job", 1, bench.key.verify_key, lambda _: None, set()
-            )
-            receiving.close()
+        assert await fetched_from(bench, url)
 
 
 async def test_a_relay_that_cannot_listen_is_one_line(bench: Bench) -> None:
@@ -123,34 +116,3 @@ def test_a_relay_of_other_machines_needs_certificates_or_the_operators_word(benc
     assert "\n" not in str(said.value)
     bench.settings["relay"]["insecure"] = True
     NodeDaemon(bench.config)
-
-
-def test_relays_are_off_by_default(tmp_path: Path) -> None:
-    config = NodeConfig(node="n", scheduler="s", run_dir=tmp_path, log_dir=tmp_path, replicas=())
-    assert config.relay is None
-    assert config.transport.credentials(config.certificates).server() is None
-
-
-async def test_an_engine_with_other_weights_is_given_a_base(bench: Bench) -> None:
-    async with bench.running():
-        await bench.publish(1)
-        await bench.until("at 1", lambda row: row.policy_version == 1)
-        (bench.folder / "other").touch()
-        await bench.publish(2)
-        await bench.until_noted("wrong_base")
-        store = ChunkStore(bench.folder / "published")
-        assert store.bases() == ()
-        await _publish_base(bench, 2)
-        await bench.until("at 2", lambda row: row.policy_version == 2)
-        assert bench.calls("apply")[-1]["based"]
-
-
-async def _publish_base(bench: Bench, version: int) -> None:
-    from node_bench import tensors
-
-    from weight_transfer import VersionPublisher
-
-    publisher = VersionPublisher(
-        ChunkStore(bench.folder / "published"), "job", "trainer", bench.key
-    )
-    await asyncio.to_thread(publisher.publish_base, version, tensors(version))

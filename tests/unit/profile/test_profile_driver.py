@@ -14,6 +14,7 @@ from executor import ControlPage, GrantMode, GuestState
 from rose.errors import EngineStartError
 from rose.profile import Batch
 from rose.profile.driver import OpenGrant, ProfileDriver
+from tests.harness.web_server import served
 
 BATCH = Batch(sequences=1, prompt_tokens=8, token_budget=16)
 
@@ -43,15 +44,8 @@ class Engine:
 @pytest.fixture
 async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
     engine = Engine(tmp_path / "engine.log")
-    app = web.Application()
-    app.router.add_post("/rose/v1/generate", engine.generate)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    engine.spec.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield engine
-    await runner.cleanup()
+    async with served(engine.generate) as engine.spec.url:
+        yield engine
 
 
 @pytest.fixture
