@@ -5,7 +5,7 @@ import logging
 import os
 import resource
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rose.logs.rotating_jsonl import (
     log_parts,
     trim_output,
 )
+from tests.harness.waiting import HandClock
 
 FULL = Path("/dev/full")
 SMALL = LogLimits(file_bytes=4 << 10, files=3)
@@ -30,15 +31,6 @@ SMALL = LogLimits(file_bytes=4 << 10, files=3)
 
 class Record(msgspec.Struct):
     n: int
-
-
-class Clock:
-    """Time that a test moves."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @contextmanager
@@ -73,19 +65,19 @@ def test_a_full_disk_costs_records_and_raises_nothing(tmp_path: Path) -> None:
 def test_an_outage_is_said_once_and_its_losses_are_counted_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, clock = tmp_path / "x.jsonl", Clock()
+    path, clock = tmp_path / "x.jsonl", HandClock()
     file = BoundedFile(path, SMALL, {"source": "n0"}, clock)
     file.append(line(0))
     path.unlink()
     path.symlink_to(FULL)
-    clock.now_s = 5.0
+    clock.now_s += 5.0
     for n in range(1, 5):
         file.append(line(n))
     assert file.dropped == 4
     path.unlink()
     file.append(line(5))
     assert not path.exists(), "a file that failed is left alone for a while"
-    clock.now_s = 10.0
+    clock.now_s += 5.0
     file.append(line(6))
     missing, last = lines_of(path)
     assert missing["records_dropped"] == 5
@@ -97,13 +89,13 @@ def test_an_outage_is_said_once_and_its_losses_are_counted_in_the_log(
 
 
 def test_half_a_line_is_taken_back_when_the_disk_gets_full_in_the_middle(tmp_path: Path) -> None:
-    path, clock = tmp_path / "x.jsonl", Clock()
+    path, clock = tmp_path / "x.jsonl", HandClock()
     file = BoundedFile(path, SMALL, {}, clock)
     file.append(line(1))
     with file_limit(len(line(1)) + 3):
         file.append(line(2))
     assert path.read_bytes() == line(1)
-    clock.now_s = 5.0
+    clock.now_s += 5.0
     file.append(line(3))
     assert [each.get("n") for each in lines_of(path)] == [1, None, 3]
 
@@ -117,12 +109,12 @@ def test_what_a_killed_writer_left_does_not_spoil_the_next_line(tmp_path: Path) 
 
 
 def test_a_folder_that_goes_away_is_made_again(tmp_path: Path) -> None:
-    path, clock = tmp_path / "logs" / "x.jsonl", Clock()
+    path, clock = tmp_path / "logs" / "x.jsonl", HandClock()
     file = BoundedFile(path, SMALL, {}, clock)
     file.append(line(1))
     path.unlink()
     path.parent.rmdir()
-    clock.now_s = 5.0
+    clock.now_s += 5.0
     file.append(line(2))
     assert lines_of(path) == [{"n": 2}]
 
@@ -138,26 +130,47 @@ def test_missing_records_are_an_error_to_whoever_computes_from_them(tmp_path: Pa
         read_lines(path, Record)
 
 
-def test_a_log_stays_within_its_size_and_is_read_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("limits", "parts"),
+    [
+        (SMALL, ["x.jsonl.2", "x.jsonl.1", "x.jsonl"]),
+        (LogLimits(file_bytes=None), ["x.jsonl"]),
+    ],
+)
+def test_a_log_stays_within_its_size_and_is_read_in_order(
+    tmp_path: Path, limits: LogLimits, parts: list[str]
+) -> None:
     path = tmp_path / "x.jsonl"
-    with JsonlLog(path, SMALL) as log:
-        for n in range(4_000):
-            log.write({"n": n})
-    parts = log_parts(path)
-    assert [part.name for part in parts] == ["x.jsonl.2", "x.jsonl.1", "x.jsonl"]
-    assert all(part.stat().st_size <= 4 << 10 for part in parts)
-    kept = [each.n for each in read_lines(path, Record)]
-    assert kept == list(range(kept[0], 4_000))
-    assert log.dropped == 0
-
-
-def test_a_log_without_limits_keeps_every_record(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    with JsonlLog(path, LogLimits(file_bytes=None)) as log:
+    with JsonlLog(path, limits) as log:
         for n in range(2_000):
             log.write({"n": n})
-    assert log_parts(path) == [path]
-    assert len(read_lines(path, Record)) == 2_000
+    assert [part.name for part in log_parts(path)] == parts
+    kept = [each.n for each in read_lines(path, Record)]
+    assert kept == list(range(kept[0], 2_000))
+    assert log.dropped == 0
+    if limits.file_bytes is None:
+        assert kept[0] == 0
+    else:
+        assert all(part.stat().st_size <= limits.file_bytes for part in log_parts(path))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(
+            lambda folder: folder.chmod(0o500),
+            marks=pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere"),
+            id="may not be written",
+        ),
+        pytest.param(lambda folder: (folder / "logs").touch(), id="a file in its place"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused_at_start(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    spoil(tmp_path)
+    with pytest.raises(ConfigError, match="logs cannot be kept"):
+        Logs(tmp_path / "logs")
 
 
 def test_a_name_is_not_taken_for_a_part_of_another(tmp_path: Path) -> None:
@@ -205,19 +218,6 @@ def test_logs_say_what_is_wrong_with_them(tmp_path: Path) -> None:
     assert logs.dropped == 1
     assert logs.troubles() == ["log events-n0.jsonl: No space left on device"]
     logs.close()
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_is_refused_at_start(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="logs cannot be kept"):
-        Logs(tmp_path / "logs")
-
-
-def test_a_file_in_place_of_the_folder_is_refused_at_start(tmp_path: Path) -> None:
-    (tmp_path / "logs").touch()
-    with pytest.raises(ConfigError, match="logs cannot be kept"):
-        Logs(tmp_path / "logs")
 
 
 def test_a_field_that_json_does_not_know_is_written_as_text(tmp_path: Path) -> None:

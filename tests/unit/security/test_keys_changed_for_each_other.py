@@ -4,8 +4,10 @@ import datetime
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -37,28 +39,9 @@ from weight_transfer import SignatureError, SigningKey
 PAIR = SigningKey.generate()
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Files of each kind."""
-
-    private: Path
-    public: Path
-    ca: Path
-    ca_key: Path
-    certificate: Path
-    key: Path
-    other_key: Path
-    locked: Path
-    short: Path
-    empty: Path
-    placeholder: Path
-    half: Path
-    token: Path
-    garbage: Path
-
-
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Make a file of each kind of key; the attributes are their paths."""
     folder = tmp_path_factory.mktemp("keys")
     ca = DevelopmentCa.make(folder / "ca", "prod")
     node, other = ca.issue(Role.NODE, "n0"), ca.issue(Role.NODE, "n1")
@@ -78,10 +61,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
     for name, data in content.items():
         (folder / name).write_bytes(data)
     written = {name: folder / name for name in ("private", *content)}
-    ca_key = folder / "ca" / "ca.key"
-    return Keys(
+    return SimpleNamespace(
         ca=ca.file,
-        ca_key=ca_key,
+        ca_key=folder / "ca" / "ca.key",
         certificate=node.certificate,
         key=node.key,
         other_key=other.key,
@@ -92,9 +74,9 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
 def one_line(refused: pytest.ExceptionInfo[ConfigError], *secrets: Path) -> str:
     said = str(refused.value)
     assert "\n" not in said
+    whole = f"{said} {refused.value!r} {refused.value.__cause__!r}".encode()
     for secret in secrets:
-        lines = secret.read_bytes().split()
-        assert not any(len(line) > 16 and line in said.encode() for line in lines)
+        assert not any(len(line) > 16 and line in whole for line in secret.read_bytes().split())
     return said
 
 
@@ -112,7 +94,7 @@ NO_SIGNING_KEYS = {
 
 @pytest.mark.parametrize(("name", "kind"), NO_SIGNING_KEYS.items())
 def test_a_signing_key_is_the_private_key_of_a_pair(
-    keys: Keys, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+    keys: Any, name: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = getattr(keys, name)
     settings = TrainerSettings("grpo", "h:1", "http://h:2", path.parent, path.parent, path)
@@ -124,7 +106,7 @@ def test_a_signing_key_is_the_private_key_of_a_pair(
     assert f"holds {kind}, and" in capsys.readouterr().err
 
 
-def test_a_pair_of_two_keys_halves_is_no_pair(tmp_path: Path, keys: Keys) -> None:
+def test_a_pair_of_two_keys_halves_is_no_pair(tmp_path: Path, keys: Any) -> None:
     mixed = tmp_path / "mixed"
     mixed.write_text(keys.private.read_text()[:64] + SigningKey.generate().verify_key.hex)
     with pytest.raises(SignatureError, match="its seed and its public key"):
@@ -146,9 +128,7 @@ NO_PUBLIC_KEYS = {
 
 
 @pytest.mark.parametrize(("name", "line"), NO_PUBLIC_KEYS.items())
-def test_a_public_key_is_no_private_one_and_no_placeholder(
-    keys: Keys, name: str, line: str
-) -> None:
+def test_a_public_key_is_no_private_one_and_no_placeholder(keys: Any, name: str, line: str) -> None:
     text = getattr(keys, name).read_text().strip()
     node = {"node": "n", "scheduler": "h:1", "run_dir": "r", "log_dir": "l", "replicas": []}
     file = keys.ca.parent / f"{name}.json"
@@ -165,14 +145,14 @@ def test_a_public_key_is_no_private_one_and_no_placeholder(
 
 
 @pytest.mark.parametrize("name", [*NO_PUBLIC_KEYS, "garbage"])
-def test_gateways_check_tokens_by_public_keys_alone(keys: Keys, name: str) -> None:
+def test_gateways_check_tokens_by_public_keys_alone(keys: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=r"no public key|public keys are wanted|no text|placeh"):
         TokenVerifier(getattr(keys, name))
     TokenVerifier(keys.public)
 
 
 @pytest.mark.parametrize("name", ["private", "key", "ca"])
-def test_no_key_is_sent_as_a_token(keys: Keys, name: str) -> None:
+def test_no_key_is_sent_as_a_token(keys: Any, name: str) -> None:
     path = getattr(keys, name)
     for read in (TokenFile, Credentials.read, DashboardToken):
         with pytest.raises(ConfigError, match="a token is wanted") as refused:
@@ -202,7 +182,7 @@ NO_CERTIFICATES = [
 
 @pytest.mark.parametrize(("names", "line"), NO_CERTIFICATES)
 def test_certificates_and_keys_are_not_changed_for_each_other(
-    keys: Keys, names: tuple[str, str, str], line: str
+    keys: Any, names: tuple[str, str, str], line: str
 ) -> None:
     ca, certificate, key = (getattr(keys, name) for name in names)
     etcd = EtcdAccess(("h:1",), ca_file=ca, certificate_file=certificate, key_file=key)
@@ -225,7 +205,7 @@ def test_certificates_and_keys_are_not_changed_for_each_other(
                 alone()
 
 
-def test_a_short_key_is_refused_before_a_server_begins(keys: Keys, tmp_path: Path) -> None:
+def test_a_short_key_is_refused_before_a_server_begins(keys: Any, tmp_path: Path) -> None:
     short = load_pem_private_key(keys.short.read_bytes(), None)
     assert isinstance(short, rsa.RSAPrivateKey)
     now = datetime.datetime.now(datetime.UTC)
