@@ -14,13 +14,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "node"))
 
-from standin_engine import SAID, Handler, main, note
+from standin_engine import SAID, EngineHandler, main, note
 
 STEP_S = 0.04
 TOKENS_A_STEP = 4
 
 
-class CountingHandler(Handler):
+class CountingHandler(EngineHandler):
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:

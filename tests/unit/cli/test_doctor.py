@@ -28,16 +28,16 @@ from rose.cli.main import main as rose
 from rose.engines import EngineKind
 from rose.engines.launch import BrokenPlugin, broken_plugins
 from tests.unit.node.found_hosts import FolderHost
-from tests.unit.node.node_bench import Bench
+from tests.unit.node.node_bench import NodeBench
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NodeBench]:
     monkeypatch.setattr("rose.cli.machine.doctor.SCHEDULER_TIMEOUT_S", 0.3)
     monkeypatch.setattr("rose.cli.machine.doctor.check_memory", lambda *_: None)
     # The real ones take seconds to import each time.
     monkeypatch.setattr("rose.cli.machine.doctor.broken_plugins", lambda *_: [])
-    bench = Bench(tmp_path, "guest")
+    bench = NodeBench(tmp_path, "guest")
     for name in ("run", "logs"):
         (tmp_path / name).mkdir(exist_ok=True)
     await bench.start()
@@ -45,24 +45,26 @@ async def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     await bench.close()
 
 
-async def findings(bench: Bench) -> dict[str, Diagnosis]:
+async def findings(bench: NodeBench) -> dict[str, Diagnosis]:
     return {f.subject: f for f in await asyncio.to_thread(lambda: list(diagnose(bench.config)))}
 
 
-async def wrongs(bench: Bench) -> dict[str, str]:
+async def wrongs(bench: NodeBench) -> dict[str, str]:
     found = (await findings(bench)).values()
     assert all(finding.do for finding in found if finding.level is not Severity.OK)
     return {f.subject: str(f) for f in found if f.level is Severity.WRONG}
 
 
-async def test_a_node_without_a_daemon_is_well_but_for_that(bench: Bench) -> None:
+async def test_a_node_without_a_daemon_is_well_but_for_that(bench: NodeBench) -> None:
     assert await wrongs(bench) == {}
     found = await findings(bench)
     assert found["daemon"].level is Severity.NOTE
     assert {"page", "host", "scheduler", "r0", "placement", "clock", "disk"} <= found.keys()
 
 
-async def test_whether_gateways_of_other_machines_reach_its_replicas_is_said(bench: Bench) -> None:
+async def test_whether_gateways_of_other_machines_reach_its_replicas_is_said(
+    bench: NodeBench,
+) -> None:
     assert "on this machine" in _proxy(bench.config).what
     bench.settings["scheduler"] = "127.0.0.1:1,scheduler-0.rose:7400"
     found = _proxy(bench.config)
@@ -72,7 +74,7 @@ async def test_whether_gateways_of_other_machines_reach_its_replicas_is_said(ben
     assert _proxy(bench.config).level is Severity.OK
 
 
-async def test_a_node_at_work_is_well(bench: Bench) -> None:
+async def test_a_node_at_work_is_well(bench: NodeBench) -> None:
     bench.spawn()
     await bench.until_noted("lease_taken")
     assert await wrongs(bench) == {}
@@ -81,7 +83,7 @@ async def test_a_node_at_work_is_well(bench: Bench) -> None:
     assert found["r0"].what.startswith("runs on port")
 
 
-async def test_a_stopped_daemon_is_named(bench: Bench) -> None:
+async def test_a_stopped_daemon_is_named(bench: NodeBench) -> None:
     daemon = bench.spawn()
     await bench.until_noted("lease_taken")
     daemon.send_signal(signal.SIGSTOP)
@@ -89,7 +91,7 @@ async def test_a_stopped_daemon_is_named(bench: Bench) -> None:
     assert "silent for" in (await wrongs(bench))["grant heartbeat"]
 
 
-async def test_everything_that_can_be_wrong_is(bench: Bench) -> None:
+async def test_everything_that_can_be_wrong_is(bench: NodeBench) -> None:
     await bench.server.stop(0)
     bench.config.kill_file.touch()
     bench.host.tell(running=1, heartbeat_ns=time.monotonic_ns() - 10**11)
@@ -129,7 +131,7 @@ async def test_everything_that_can_be_wrong_is(bench: Bench) -> None:
     ],
 )
 async def test_a_page_that_is_not_ours_is_named(
-    bench: Bench, offset: int, raw: bytes, hint: str
+    bench: NodeBench, offset: int, raw: bytes, hint: str
 ) -> None:
     fd = os.open(bench.page.path, os.O_RDWR)
     os.pwrite(fd, raw, offset)
@@ -138,7 +140,7 @@ async def test_a_page_that_is_not_ours_is_named(
 
 
 async def test_a_model_that_is_missing_or_does_not_fit_is_named(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: NodeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rose.cli.machine.doctor.check_memory", check_memory)
     bench.settings["replicas"][0]["kv_bytes"] = 1 << 50
@@ -178,7 +180,7 @@ def test_plugins_that_an_interpreter_cannot_import_are_told_from_those_that_it_c
 
 
 async def test_a_plugin_that_does_not_load_is_named_with_who_brought_it(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: NodeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await findings(bench))["plugins"].level is Severity.OK
     broken = BrokenPlugin("gone", "a.module", "stale-dist", "/site", "ImportError: no")
@@ -208,7 +210,7 @@ def test_a_file_that_cannot_be_used_is_exit_code_2(
 
 
 async def test_exit_codes_and_the_last_line(
-    bench: Bench, capsys: pytest.CaptureFixture[str]
+    bench: NodeBench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = bench.folder / "node.json"
     path.write_text(json.dumps(bench.settings))
@@ -223,7 +225,7 @@ async def test_exit_codes_and_the_last_line(
 
 
 async def test_a_run_folder_on_a_disk_is_named(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: NodeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "kill switch" not in await wrongs(bench)
     monkeypatch.setattr("rose.cli.machine.doctor.on_disk", lambda folder: True)
@@ -231,7 +233,7 @@ async def test_a_run_folder_on_a_disk_is_named(
 
 
 async def test_a_page_without_a_host_and_one_with_an_unpublished_engine_are_named(
-    bench: Bench,
+    bench: NodeBench,
 ) -> None:
     assert "for uid" in (await findings(bench))["page"].what
     veto = Veto(bench.page.path)
@@ -245,7 +247,7 @@ async def test_a_page_without_a_host_and_one_with_an_unpublished_engine_are_name
     assert "VLLM_PLUGINS, where it is set, names rose_host" in found["host seat"]
 
 
-async def test_advice_is_that_of_the_hosts_engine(bench: Bench) -> None:
+async def test_advice_is_that_of_the_hosts_engine(bench: NodeBench) -> None:
     host = bench.config.host
     assert host is not None
     sglang = host.model_copy(update={"engine": EngineKind.SGLANG})
@@ -255,7 +257,7 @@ async def test_advice_is_that_of_the_hosts_engine(bench: Bench) -> None:
     assert "SGLANG_PLUGINS" in str(found["host seat"])
 
 
-async def test_a_host_that_another_process_started_is_named(bench: Bench) -> None:
+async def test_a_host_that_another_process_started_is_named(bench: NodeBench) -> None:
     other = await asyncio.create_subprocess_exec("sleep", "60")
     bench.settings["host"]["pid"] = other.pid
     found = await wrongs(bench)
@@ -264,7 +266,7 @@ async def test_a_host_that_another_process_started_is_named(bench: Bench) -> Non
     assert "host_foreign" in found["host seat"]
 
 
-async def test_hosts_in_a_folder_are_looked_at_one_by_one(bench: Bench, tmp_path: Path) -> None:
+async def test_hosts_in_a_folder_are_looked_at_one_by_one(bench: NodeBench, tmp_path: Path) -> None:
     folder = tmp_path / "shared"
     folder.mkdir()
     bench.settings.pop("host")

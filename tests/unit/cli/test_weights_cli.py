@@ -74,7 +74,7 @@ def same_files(one: Path, other: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckpointStep:
     """Two checkpoints in one folder, and the path of the difference between them."""
 
     folder: Path
@@ -85,15 +85,15 @@ class Step:
 
 
 @pytest.fixture
-def step(tmp_path: Path, request: pytest.FixtureRequest) -> Step:
+def step(tmp_path: Path, request: pytest.FixtureRequest) -> CheckpointStep:
     base = weights(1, getattr(request, "param", 300))
     old = save_folder(tmp_path / "old", base, "one")
     new = save_folder(tmp_path / "new", moved(base, 2), "two")
-    return Step(tmp_path, old, new, tmp_path / "step.delta", tmp_path / "out")
+    return CheckpointStep(tmp_path, old, new, tmp_path / "step.delta", tmp_path / "out")
 
 
 @pytest.mark.parametrize("codec", ["fast", "compact", "auto"])
-def test_a_folder_comes_back_byte_for_byte(step: Step, run: Run, codec: str) -> None:
+def test_a_folder_comes_back_byte_for_byte(step: CheckpointStep, run: Run, codec: str) -> None:
     code, text, _ = run("diff", step.old, step.new, "-o", step.delta, "--codec", codec)
     assert code == 0
     assert "weights differ in 3 of 7 tensors" in text
@@ -162,7 +162,7 @@ def test_nothing_changed_is_said_and_costs_next_to_nothing(tmp_path: Path, run: 
     assert (tmp_path / "d").stat().st_size < 4096
 
 
-def test_verify_names_what_differs_and_exits_with_one(step: Step, run: Run) -> None:
+def test_verify_names_what_differs_and_exits_with_one(step: CheckpointStep, run: Run) -> None:
     run("diff", step.old, step.new, "-o", step.delta)
     code, text, _ = run("verify", step.old, step.delta, "--json")
     assert code == 1
@@ -171,7 +171,7 @@ def test_verify_names_what_differs_and_exits_with_one(step: Step, run: Run) -> N
 
 
 @pytest.mark.parametrize("step", [20], indirect=True)
-def test_one_flipped_bit_anywhere_is_found(step: Step, run: Run) -> None:
+def test_one_flipped_bit_anywhere_is_found(step: CheckpointStep, run: Run) -> None:
     run("diff", step.old, step.new, "-o", step.delta)
     raw = step.delta.read_bytes()
     for at in range(0, len(raw), max(1, len(raw) // 60)):
@@ -216,7 +216,7 @@ def test_bad_input_is_one_line(
 
 
 def test_a_full_disk_leaves_nothing_behind(
-    step: Step, run: Run, monkeypatch: pytest.MonkeyPatch
+    step: CheckpointStep, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run("diff", step.old, step.new, "-o", step.delta)
 

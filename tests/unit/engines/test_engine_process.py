@@ -132,11 +132,11 @@ async def test_a_replica_without_its_endpoint_is_not_healthy(
     run_as_engine(f"""
 import http.server as h, sys
 print("(APIServer pid=7) ERROR 11-21 06:24:58 [x.py:72] ImportError: no such name", flush=True)
-class Plain(h.BaseHTTPRequestHandler):
+class NoEndpoint(h.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
-h.HTTPServer(("127.0.0.1", {port}), Plain).serve_forever()
+h.HTTPServer(("127.0.0.1", {port}), NoEndpoint).serve_forever()
 """)
     engine = await EngineProcess.start(_spec(tmp_path, port))
     try:

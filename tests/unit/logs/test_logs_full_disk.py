@@ -29,7 +29,7 @@ FULL = Path("/dev/full")
 SMALL = LogLimits(file_bytes=4 << 10, files=3)
 
 
-class Record(msgspec.Struct):
+class NumberedRecord(msgspec.Struct):
     n: int
 
 
@@ -105,7 +105,7 @@ def test_what_a_killed_writer_left_does_not_spoil_the_next_line(tmp_path: Path) 
     path.write_bytes(line(1) + b'{"n":')
     with JsonlLog(path) as log:
         log.write({"n": 2})
-    assert [each.n for each in read_lines(path, Record)] == [1, 2]
+    assert [each.n for each in read_lines(path, NumberedRecord)] == [1, 2]
 
 
 def test_a_folder_that_goes_away_is_made_again(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_missing_records_are_an_error_to_whoever_computes_from_them(tmp_path: Pa
     file.drop()
     file.append(line(2))
     with pytest.raises(RoseError, match=r"x\.jsonl:2: records are missing: 2 "):
-        read_lines(path, Record)
+        read_lines(path, NumberedRecord)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_log_stays_within_its_size_and_is_read_in_order(
         for n in range(2_000):
             log.write({"n": n})
     assert [part.name for part in log_parts(path)] == parts
-    kept = [each.n for each in read_lines(path, Record)]
+    kept = [each.n for each in read_lines(path, NumberedRecord)]
     assert kept == list(range(kept[0], 2_000))
     assert log.dropped == 0
     if limits.file_bytes is None:
@@ -272,6 +272,6 @@ def test_a_listener_that_raises_fails_no_event(tmp_path: Path) -> None:
 
 def test_a_log_without_records_is_there_and_empty(tmp_path: Path) -> None:
     JsonlLog(tmp_path / "x.jsonl").close()
-    assert read_lines(tmp_path / "x.jsonl", Record) == []
+    assert read_lines(tmp_path / "x.jsonl", NumberedRecord) == []
     with pytest.raises(RoseError, match="is the run complete"):
-        read_lines(tmp_path / "y.jsonl", Record)
+        read_lines(tmp_path / "y.jsonl", NumberedRecord)

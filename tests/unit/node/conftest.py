@@ -7,13 +7,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from node_bench import Bench, stand_in
+from node_bench import NodeBench, stand_in
 
 from rose.node import daemon
 
 
 @pytest.fixture
-async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[NodeBench]:
     """A bench for a guest, or as the test's parameter or BENCH of its module says.
 
     bench: its class. kind: of the replica. files: made beside the journal, for the stand-in.
@@ -26,7 +26,7 @@ async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator
     for name in settings.pop("files", ()):
         (tmp_path / name).touch()
     kind = settings.pop("kind", "guest")
-    bench: Bench = settings.pop("bench", Bench)(tmp_path, kind, **settings)
+    bench: NodeBench = settings.pop("bench", NodeBench)(tmp_path, kind, **settings)
     await bench.start()
     async with bench.running() if runs else nullcontext():
         yield bench

@@ -1,4 +1,4 @@
-"""Bench: a real scheduler and publisher in this process, around one node with stand-in engines."""
+"""NodeBench: a real scheduler and publisher around one node, whose engines are stand-ins."""
 
 import asyncio
 import json
@@ -37,15 +37,20 @@ PATIENCE_S = 45.0
 _T = TypeVar("_T")
 
 
-def stand_in(journal: Path, patch: Callable[[Any, str, Any], None]) -> None:
-    """Let the node start the stand-in where it would start vLLM, and look at it often."""
+def standin_spec(journal: Path) -> Callable[[EngineSpec], ProcessSpec]:
+    """Return the maker of command lines that start the stand-in where a node would start vLLM."""
 
     def spec_of(spec: EngineSpec) -> ProcessSpec:
         argv = (sys.executable, "-S", str(HERE / "standin_engine.py"), str(spec.port), str(journal))
         argv += (spec.model_dir.name,)
         return ProcessSpec(spec.name, argv, log=spec.log, family=True)
 
-    patch(launch, "process_spec", spec_of)
+    return spec_of
+
+
+def stand_in(journal: Path, patch: Callable[[Any, str, Any], None]) -> None:
+    """Let a node start stand-ins, and look at them often."""
+    patch(launch, "process_spec", standin_spec(journal))
     patch(launch, "POLL_INTERVAL_S", 0.02)
     patch(supervisor, "FIRST_BACKOFF_S", 0.02)
 
@@ -64,7 +69,7 @@ class AllCorruptPublisher(CorruptPublisher):
     _server_class = AllCorruptServer
 
 
-class Bench:
+class NodeBench:
     """All but the node; `config` is what a node is to be started with."""
 
     def __init__(self, folder: Path, kind: str, **replica: object) -> None:

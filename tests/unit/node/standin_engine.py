@@ -66,7 +66,7 @@ def apply(body: dict[str, Any]) -> tuple[int, dict[str, object]]:
     return 200, {**report, **zeros}
 
 
-class Handler(BaseHTTPRequestHandler):
+class EngineHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         warm_up = {"failed": TOO_COLD.exists(), "said": "3 of 9 sizes"}
         warmth = {"warm": not COLD.exists(), "warm_up": warm_up}
@@ -110,7 +110,9 @@ def core() -> None:
     time.sleep(600)
 
 
-def main(server: type[HTTPServer] = HTTPServer, handler: type[Handler] = Handler) -> None:
+def main(
+    server: type[HTTPServer] = HTTPServer, handler: type[EngineHandler] = EngineHandler
+) -> None:
     note("start", model=MODEL)
     if CORE.exists():
         core()

@@ -6,7 +6,7 @@ import signal
 import stat
 
 import pytest
-from node_bench import Bench
+from node_bench import NodeBench
 
 from rose.cli.main import main as rose
 from rose.node.guest.guest_record import running_guests
@@ -23,7 +23,7 @@ BENCH = {"orphan_s": ORPHAN_S}
 patient = pytest.mark.parametrize("bench", [{"orphan_s": 20.0}], indirect=True)
 
 
-async def leased_guest(bench: Bench) -> int:
+async def leased_guest(bench: NodeBench) -> int:
     await bench.until("leased", lambda row: row.leased)
     await bench.until_noted("lease_taken")
     return int(bench.calls("start")[-1]["pid"])
@@ -36,7 +36,7 @@ def kill(daemon: Forked) -> None:
 
 @patient
 async def test_the_next_daemon_adopts_the_guest_and_its_version_but_not_its_lease(
-    bench: Bench,
+    bench: NodeBench,
 ) -> None:
     first = bench.spawn()
     pid = await leased_guest(bench)
@@ -64,7 +64,7 @@ async def test_the_next_daemon_adopts_the_guest_and_its_version_but_not_its_leas
     assert running_guests(bench.run_dir) == {}
 
 
-async def test_a_guest_that_nobody_adopts_is_gone_when_its_time_is_over(bench: Bench) -> None:
+async def test_a_guest_that_nobody_adopts_is_gone_when_its_time_is_over(bench: NodeBench) -> None:
     daemon = bench.spawn()
     pid = await leased_guest(bench)
     kill(daemon)
@@ -76,7 +76,7 @@ async def test_a_guest_that_nobody_adopts_is_gone_when_its_time_is_over(bench: B
     assert took_s < ORPHAN_S + LATE_S
 
 
-async def test_a_guest_killed_with_its_daemon_leaves_nothing(bench: Bench) -> None:
+async def test_a_guest_killed_with_its_daemon_leaves_nothing(bench: NodeBench) -> None:
     daemon = bench.spawn()
     pid = await leased_guest(bench)
     os.kill(pid, signal.SIGKILL)  # The leader alone: the rest of its group is the keeper's to end.
@@ -85,7 +85,7 @@ async def test_a_guest_killed_with_its_daemon_leaves_nothing(bench: Bench) -> No
 
 
 @patient
-async def test_a_guest_of_other_settings_is_not_adopted(bench: Bench) -> None:
+async def test_a_guest_of_other_settings_is_not_adopted(bench: NodeBench) -> None:
     first = bench.spawn()
     pid = await leased_guest(bench)
     kill(first)
@@ -99,7 +99,7 @@ async def test_a_guest_of_other_settings_is_not_adopted(bench: Bench) -> None:
 
 
 @patient
-async def test_a_record_cut_short_is_not_believed(bench: Bench) -> None:
+async def test_a_record_cut_short_is_not_believed(bench: NodeBench) -> None:
     first = bench.spawn()
     await leased_guest(bench)
     kill(first)
@@ -110,7 +110,7 @@ async def test_a_record_cut_short_is_not_believed(bench: Bench) -> None:
     assert bench.noted("engine_adopted") == []
 
 
-async def test_a_second_daemon_of_the_same_node_is_refused(bench: Bench) -> None:
+async def test_a_second_daemon_of_the_same_node_is_refused(bench: NodeBench) -> None:
     first = bench.spawn()
     await leased_guest(bench)
     second = bench.spawn()
@@ -120,7 +120,7 @@ async def test_a_second_daemon_of_the_same_node_is_refused(bench: Bench) -> None
 
 @patient
 async def test_the_kill_file_works_with_the_daemon_dead_and_bars_the_next_one(
-    bench: Bench,
+    bench: NodeBench,
 ) -> None:
     first = bench.spawn()
     pid = await leased_guest(bench)
@@ -136,7 +136,7 @@ async def test_the_kill_file_works_with_the_daemon_dead_and_bars_the_next_one(
 
 
 @patient
-async def test_a_signal_kills_the_guest_and_keeps_it_away(bench: Bench) -> None:
+async def test_a_signal_kills_the_guest_and_keeps_it_away(bench: NodeBench) -> None:
     daemon = bench.spawn()
     pid = await leased_guest(bench)
     await bench.server.stop(0)
@@ -150,7 +150,7 @@ async def test_a_signal_kills_the_guest_and_keeps_it_away(bench: Bench) -> None:
 @patient
 @pytest.mark.parametrize("keeper", ["runs", "is stopped"])
 async def test_rose_kill_sees_the_guest_gone_though_the_daemon_is_stopped(
-    bench: Bench, capsys: pytest.CaptureFixture[str], keeper: str
+    bench: NodeBench, capsys: pytest.CaptureFixture[str], keeper: str
 ) -> None:
     """The command ends the guest itself if all that should have done so is stopped."""
     daemon = bench.spawn()
@@ -166,7 +166,7 @@ async def test_rose_kill_sees_the_guest_gone_though_the_daemon_is_stopped(
 
 @patient
 async def test_a_stopped_daemon_that_wakes_up_with_an_old_lease_grants_nothing(
-    bench: Bench,
+    bench: NodeBench,
 ) -> None:
     daemon = bench.spawn()
     await leased_guest(bench)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from node_bench import Bench
+from node_bench import NodeBench
 
 from executor import PageError
 from rose.node import NodeDaemon
@@ -17,7 +17,7 @@ BENCH = {"kind": "dedicated", "runs": True}
 
 
 async def test_a_lease_opens_admission_and_a_stop_drains_and_ends_the_engine(
-    bench: Bench,
+    bench: NodeBench,
 ) -> None:
     row = await bench.until("leased", lambda row: row.leased)
     await bench.until_noted("lease_taken")
@@ -29,7 +29,7 @@ async def test_a_lease_opens_admission_and_a_stop_drains_and_ends_the_engine(
     assert not group_alive(pid)
 
 
-async def test_a_killed_engine_comes_back_under_a_new_lease_and_caught_up(bench: Bench) -> None:
+async def test_a_killed_engine_comes_back_under_a_new_lease_and_caught_up(bench: NodeBench) -> None:
     await bench.publish(1)
     await bench.publish(2)
     first = await bench.until("caught up", lambda row: row.leased and row.policy_version == 2)
@@ -48,7 +48,7 @@ async def test_a_killed_engine_comes_back_under_a_new_lease_and_caught_up(bench:
     assert bench.noted("chunk_rejected"), "the publisher corrupts chunks, which are fetched again"
 
 
-async def test_an_engine_that_cannot_prove_a_version_is_ended_and_rebased(bench: Bench) -> None:
+async def test_an_engine_that_cannot_prove_a_version_is_ended_and_rebased(bench: NodeBench) -> None:
     unproven = bench.folder / "unproven"
     unproven.touch()
     await bench.publish(1)
@@ -58,7 +58,7 @@ async def test_an_engine_that_cannot_prove_a_version_is_ended_and_rebased(bench:
     assert len(bench.calls("start")) == 2
 
 
-async def test_a_replica_without_a_page_is_measured_all_the_same(bench: Bench) -> None:
+async def test_a_replica_without_a_page_is_measured_all_the_same(bench: NodeBench) -> None:
     async def measured() -> pb.GuestTelemetry | None:
         guests = (await bench.stub.Snapshot(pb.SnapshotRequest())).guests
         return guests[0] if guests and guests[0].tokens_total else None
@@ -67,7 +67,7 @@ async def test_a_replica_without_a_page_is_measured_all_the_same(bench: Bench) -
     assert (guest.running, guest.tokens_total, guest.mode) == (2, 7, "none")
 
 
-async def test_a_revoked_lease_is_drained_and_granted_anew(bench: Bench) -> None:
+async def test_a_revoked_lease_is_drained_and_granted_anew(bench: NodeBench) -> None:
     first = await bench.until("leased", lambda row: row.leased)
     await bench.stub.Revoke(pb.RevokeRequest(replica="r0", reason="drill"))
     await bench.until("leased anew", lambda row: row.lease_epoch > first.lease_epoch)
@@ -75,7 +75,7 @@ async def test_a_revoked_lease_is_drained_and_granted_anew(bench: Bench) -> None
     assert (ended["epoch"], ended["reason"]) == (first.lease_epoch, "drill")
 
 
-async def test_a_lost_scheduler_ends_the_lease_by_silence(bench: Bench) -> None:
+async def test_a_lost_scheduler_ends_the_lease_by_silence(bench: NodeBench) -> None:
     await bench.until("leased", lambda row: row.leased)
     await bench.server.stop(0)
     taken = await bench.until_noted("lease_taken_back")
@@ -86,7 +86,7 @@ async def test_a_lost_scheduler_ends_the_lease_by_silence(bench: Bench) -> None:
 
 @pytest.mark.parametrize("bench", [{"runs": True}], indirect=True)
 async def test_off_ends_the_guest_after_its_turns_and_active_brings_it_back(
-    bench: Bench,
+    bench: NodeBench,
 ) -> None:
     await bench.until("leased", lambda row: row.leased)
     await bench.until_noted("lease_taken")
@@ -100,7 +100,7 @@ async def test_off_ends_the_guest_after_its_turns_and_active_brings_it_back(
 
 
 async def test_an_engine_that_never_admits_is_replaced(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: NodeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rose.node.lease.RETRY_PAUSE_S", 0.01)
     (bench.folder / "closed").touch()
@@ -110,7 +110,7 @@ async def test_an_engine_that_never_admits_is_replaced(
     assert len(bench.calls("start")) == 2
 
 
-async def test_metrics_are_served_beside_the_daemon(bench: Bench) -> None:
+async def test_metrics_are_served_beside_the_daemon(bench: NodeBench) -> None:
     await bench.until("leased", lambda row: row.leased)
     port = bench.settings["metrics_port"]
     async with (
@@ -124,7 +124,7 @@ async def test_metrics_are_served_beside_the_daemon(bench: Bench) -> None:
 
 
 async def test_a_second_daemon_is_refused_the_page_of_the_first(tmp_path: Path) -> None:
-    config = Bench(tmp_path, "guest").config
+    config = NodeBench(tmp_path, "guest").config
     first = NodeDaemon(config)
     elsewhere = {"run_dir": tmp_path / "run2", "log_dir": tmp_path / "logs2", "node": "n2"}
     with pytest.raises(PageError, match="has a node daemon already; stop that one"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from node_bench import Bench
+from node_bench import NodeBench
 
 from executor import Grant, GrantMode, GuestState
 from executor.freeze_reason import FreezeReason
@@ -39,18 +39,18 @@ from tests.harness.waiting import PATIENCE_S, until_async
 # ---- one that ends again and again ----
 
 
-class StandInEngine:
+class MortalEngine:
     """Healthy at once; lives until it is stopped or killed."""
 
     secret = ""
-    lives: list["StandInEngine"]
+    lives: list["MortalEngine"]
 
     def __init__(self) -> None:
         self._over = asyncio.Event()
         self.process = SimpleNamespace(pid=0, wait=self._wait, kill=self.stop)
 
     @classmethod
-    async def start(cls, *_: object) -> "StandInEngine":
+    async def start(cls, *_: object) -> "MortalEngine":
         cls.lives.append(cls())
         return cls.lives[-1]
 
@@ -99,12 +99,12 @@ class Lives:
 
     async def dies(self) -> None:
         await self.until(EngineState.HEALTHY)
-        engine = StandInEngine.lives[-1]
+        engine = MortalEngine.lives[-1]
         await engine.stop()
         await until_async(
             lambda: (
                 self.supervisor.state is not EngineState.HEALTHY
-                or StandInEngine.lives[-1] is not engine
+                or MortalEngine.lives[-1] is not engine
             ),
             PATIENCE_S,
             "it is dead",
@@ -119,8 +119,8 @@ class Lives:
 
 @pytest.fixture
 def lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lives:
-    StandInEngine.lives = []
-    monkeypatch.setattr(supervisor, "EngineProcess", StandInEngine)
+    MortalEngine.lives = []
+    monkeypatch.setattr(supervisor, "EngineProcess", MortalEngine)
     for name in ("POLL_S", "FIRST_BACKOFF_S", "MAX_BACKOFF_S"):
         monkeypatch.setattr(supervisor, name, 0.001)
     return Lives(tmp_path)
@@ -131,19 +131,19 @@ async def test_an_engine_that_dies_young_each_time_is_given_up(lives: Lives) -> 
         for _ in range(MAX_SHORT_LIVES):
             await lives.dies()
         await lives.until(EngineState.FAILED)
-        assert len(StandInEngine.lives) == MAX_SHORT_LIVES
+        assert len(MortalEngine.lives) == MAX_SHORT_LIVES
 
 
 async def test_an_engine_that_lacks_descriptors_is_started_again(
     lives: Lives, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    start = StandInEngine.start
+    start = MortalEngine.start
 
-    async def full(*_: object) -> StandInEngine:
-        monkeypatch.setattr(StandInEngine, "start", start)
+    async def full(*_: object) -> MortalEngine:
+        monkeypatch.setattr(MortalEngine, "start", start)
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(StandInEngine, "start", full)
+    monkeypatch.setattr(MortalEngine, "start", full)
     async with lives.running():
         await lives.until(EngineState.HEALTHY)
     assert lives.supervisor.restarts == 1
@@ -246,7 +246,7 @@ stoppable = pytest.mark.parametrize("bench", [{"orphan_s": 20.0, "files": ["core
 
 
 @pytest.fixture
-async def beats(bench: Bench) -> AsyncIterator["asyncio.Task[None]"]:
+async def beats(bench: NodeBench) -> AsyncIterator["asyncio.Task[None]"]:
     """Heartbeats of the watchdog of a leased guest, until the task is cancelled."""
 
     async def beat() -> None:
@@ -263,7 +263,7 @@ async def beats(bench: Bench) -> AsyncIterator["asyncio.Task[None]"]:
 
 
 @stoppable
-async def test_a_stopped_guest_is_ended(bench: Bench, beats: "asyncio.Task[None]") -> None:
+async def test_a_stopped_guest_is_ended(bench: NodeBench, beats: "asyncio.Task[None]") -> None:
     (started,) = bench.calls("start")
     os.killpg(started["pid"], signal.SIGSTOP)
     beats.cancel()
@@ -273,7 +273,7 @@ async def test_a_stopped_guest_is_ended(bench: Bench, beats: "asyncio.Task[None]
 
 @stoppable
 async def test_a_guest_without_its_core_gets_no_turns_and_another_one_comes(
-    bench: Bench, beats: "asyncio.Task[None]"
+    bench: NodeBench, beats: "asyncio.Task[None]"
 ) -> None:
     before = await bench.until("leased", lambda row: row.leased)
     (core,) = bench.calls("core")
@@ -292,7 +292,7 @@ async def test_a_guest_without_its_core_gets_no_turns_and_another_one_comes(
 # ---- warm-up ----
 
 
-async def warming(bench: Bench) -> Grant:
+async def warming(bench: NodeBench) -> Grant:
     """Return the guest's grant for its warm-up."""
 
     async def grant() -> Grant | None:
@@ -302,7 +302,7 @@ async def warming(bench: Bench) -> Grant:
     return await bench.awaited("a grant to warm up", grant)
 
 
-async def test_a_cold_guest_is_not_offered_but_may_run_in_host_idle_time(bench: Bench) -> None:
+async def test_a_cold_guest_is_not_offered_but_may_run_in_host_idle_time(bench: NodeBench) -> None:
     cold = bench.folder / "cold"
     cold.touch()
     bench.spawn()
@@ -319,7 +319,7 @@ async def test_a_cold_guest_is_not_offered_but_may_run_in_host_idle_time(bench: 
     assert states[-2:] == ["starting", "healthy"]
 
 
-async def test_an_engine_that_does_not_become_warm_is_started_anew(bench: Bench) -> None:
+async def test_an_engine_that_does_not_become_warm_is_started_anew(bench: NodeBench) -> None:
     (bench.folder / "cold").touch()
     (bench.folder / "too_cold").touch()
     bench.spawn()
@@ -331,7 +331,7 @@ async def test_an_engine_that_does_not_become_warm_is_started_anew(bench: Bench)
     await bench.until("leased", lambda row: row.healthy and row.leased)
 
 
-async def test_the_kill_switch_ends_a_guest_that_warms_up(bench: Bench) -> None:
+async def test_the_kill_switch_ends_a_guest_that_warms_up(bench: NodeBench) -> None:
     (bench.folder / "cold").touch()
     bench.spawn()
     pid = (await bench.until_noted("engine_started"))["pid"]
@@ -342,7 +342,7 @@ async def test_the_kill_switch_ends_a_guest_that_warms_up(bench: Bench) -> None:
     )
 
 
-async def test_a_guest_that_may_not_be_ends_in_the_middle_of_its_warm_up(bench: Bench) -> None:
+async def test_a_guest_that_may_not_be_ends_in_the_middle_of_its_warm_up(bench: NodeBench) -> None:
     (bench.folder / "cold").touch()
     bench.spawn()
     await bench.until_noted("engine_started")
@@ -352,7 +352,7 @@ async def test_a_guest_that_may_not_be_ends_in_the_middle_of_its_warm_up(bench: 
 
 
 @pytest.mark.parametrize("bench", [{"kind": "dedicated", "files": ["open"]}], indirect=True)
-async def test_an_engine_that_other_machines_reach_is_never_offered(bench: Bench) -> None:
+async def test_an_engine_that_other_machines_reach_is_never_offered(bench: NodeBench) -> None:
     bench.spawn()
     ended = await bench.until_noted("engine_reclaimed")
     assert ended["reason"] == "it listens at 0.0.0.0 and not on loopback alone"
@@ -368,7 +368,7 @@ on_a_gpu = pytest.mark.parametrize("bench", [{"device": 0, "files": ["gpu"]}], i
 
 
 @on_a_gpu
-async def test_it_is_not_started_beside_a_busy_host(bench: Bench) -> None:
+async def test_it_is_not_started_beside_a_busy_host(bench: NodeBench) -> None:
     bench.host.tell(running=3)
     bench.spawn()
     await bench.until("known", lambda row: not row.healthy)
@@ -383,7 +383,7 @@ async def test_it_is_not_started_beside_a_busy_host(bench: Bench) -> None:
 
 
 @on_a_gpu
-async def test_one_that_runs_stays_when_the_host_becomes_busy(bench: Bench) -> None:
+async def test_one_that_runs_stays_when_the_host_becomes_busy(bench: NodeBench) -> None:
     bench.spawn()
     await bench.until("leased", lambda row: row.healthy and row.leased)
     bench.host.tell(running=3)
@@ -396,7 +396,7 @@ async def test_one_that_runs_stays_when_the_host_becomes_busy(bench: Bench) -> N
 
 @on_a_gpu
 async def test_a_start_does_not_run_out_of_time_while_its_host_leaves_it_none(
-    bench: Bench,
+    bench: NodeBench,
 ) -> None:
     bench.settings["replicas"][0]["start_timeout_s"] = 0.4
     (bench.folder / "mute").touch()
@@ -411,7 +411,7 @@ async def test_a_start_does_not_run_out_of_time_while_its_host_leaves_it_none(
 
 
 @on_a_gpu
-async def test_a_card_without_room_is_said_and_nothing_starts(bench: Bench) -> None:
+async def test_a_card_without_room_is_said_and_nothing_starts(bench: NodeBench) -> None:
     bench.settings["replicas"][0]["kv_bytes"] = 1 << 40
     bench.spawn()
     failed = await bench.until_noted("engine_start_failed")
@@ -420,7 +420,7 @@ async def test_a_card_without_room_is_said_and_nothing_starts(bench: Bench) -> N
 
 
 @on_a_gpu
-async def test_a_guest_that_starts_has_a_grant_to_do_so_in_host_idle_time(bench: Bench) -> None:
+async def test_a_guest_that_starts_has_a_grant_to_do_so_in_host_idle_time(bench: NodeBench) -> None:
     (bench.folder / "mute").touch()
     bench.spawn()
     await bench.until_noted("engine_started")
@@ -428,7 +428,7 @@ async def test_a_guest_that_starts_has_a_grant_to_do_so_in_host_idle_time(bench:
 
 
 @on_a_gpu
-async def test_what_a_guest_holds_is_asked_of_its_driver(bench: Bench) -> None:
+async def test_what_a_guest_holds_is_asked_of_its_driver(bench: NodeBench) -> None:
     bench.spawn()
     await bench.until("leased", lambda row: row.healthy and row.leased)
     port = bench.settings["metrics_port"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from node_bench import Bench
+from node_bench import NodeBench
 
 from rose.node import NodeDaemon
 from rose.node.guest.supervisor import Supervisor
@@ -28,7 +28,7 @@ def fill_disk(folder: Path) -> None:
 
 @pytest.mark.parametrize("bench", [{}], indirect=True)
 async def test_a_guest_is_leased_granted_and_updated_on_a_full_disk(
-    bench: Bench, tmp_path: Path
+    bench: NodeBench, tmp_path: Path
 ) -> None:
     fill_disk(tmp_path / "logs")
     daemon = bench.spawn()
@@ -49,7 +49,7 @@ async def test_a_guest_is_leased_granted_and_updated_on_a_full_disk(
         assert said.count(f"{name} cannot be written") == 1, "it is said once"
 
 
-async def scraped(bench: Bench) -> list[str]:
+async def scraped(bench: NodeBench) -> list[str]:
     url = f"http://127.0.0.1:{bench.settings['metrics_port']}/metrics"
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         return (await response.text()).splitlines()
@@ -79,7 +79,7 @@ def breaks(cls: type, name: str, times: int) -> Callable[[Any], Any]:
 
 @pytest.mark.parametrize("cls", [Updates, SchedulerSession])
 async def test_a_task_that_dies_is_started_again_and_the_node_goes_on(
-    cls: type, bench: Bench, monkeypatch: pytest.MonkeyPatch
+    cls: type, bench: NodeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cls, "run", breaks(cls, "run", 6))
     async with bench.running():
@@ -93,7 +93,7 @@ async def test_a_task_that_dies_is_started_again_and_the_node_goes_on(
 
 
 async def test_a_supervisor_that_dies_ends_the_node_and_its_engine(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: NodeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Supervisor, "run", breaks(Supervisor, "run", 1))
     async with asyncio.timeout(PATIENCE_S):
@@ -103,7 +103,7 @@ async def test_a_supervisor_that_dies_ends_the_node_and_its_engine(
             await NodeDaemon(bench.config).run()
 
 
-async def test_what_an_engine_prints_is_bounded(bench: Bench) -> None:
+async def test_what_an_engine_prints_is_bounded(bench: NodeBench) -> None:
     bench.settings["logs"] = {"file_bytes": 1 << 20}
     logs = bench.folder / "logs"
     logs.mkdir()

@@ -34,7 +34,7 @@ RING_AT = PAGE_BYTES - RING_BYTES
 EDGES = (0, 1, -1, 2**31, 2**62 - 1, 2**62, 2**63 - 1, -(2**63))
 
 
-class Rig:
+class GuardRig:
     def __init__(self, folder: Path) -> None:
         self.page = ControlPage.create(folder / "page")
         self.now_ns = 10**12
@@ -72,8 +72,8 @@ class Rig:
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    made = Rig(tmp_path_factory.mktemp("hostile"))
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardRig]:
+    made = GuardRig(tmp_path_factory.mktemp("hostile"))
     yield made
     made.close()
 
@@ -82,7 +82,7 @@ def sections(page: ControlPage) -> dict[str, PageSection]:  # type: ignore[type-
     return {"host": page.host, "guest": page.guest, "grant": page.grant, "seat": page.seat}
 
 
-def test_a_guard_without_a_scheduler_is_cut_off_from_none(rig: Rig) -> None:
+def test_a_guard_without_a_scheduler_is_cut_off_from_none(rig: GuardRig) -> None:
     rig.guard._caps.stale_after_s = 0.0
     rig.reset()
     assert rig.ticks() is GrantMode.RUN
@@ -93,7 +93,7 @@ def test_a_guard_without_a_scheduler_is_cut_off_from_none(rig: Rig) -> None:
 
 @pytest.mark.parametrize("name", ["host", "seat", "guest", "grant"])
 def test_random_bytes_in_a_section_end_no_guard_and_freeze_where_they_are_the_hosts(
-    rig: Rig, name: str
+    rig: GuardRig, name: str
 ) -> None:
     chance = random.Random(7)
     section = sections(rig.page)[name]
@@ -105,7 +105,7 @@ def test_random_bytes_in_a_section_end_no_guard_and_freeze_where_they_are_the_ho
         assert name not in ("host", "seat") or mode is GrantMode.FREEZE
 
 
-def test_random_bytes_in_the_ring_are_counted_as_lost(rig: Rig) -> None:
+def test_random_bytes_in_the_ring_are_counted_as_lost(rig: GuardRig) -> None:
     chance = random.Random(9)
     for _ in range(20):
         rig.reset()
@@ -122,7 +122,9 @@ NUMBERS = st.one_of(st.sampled_from(EDGES), st.integers(-(2**63), 2**63 - 1))
 
 @settings(max_examples=times(1.5))
 @given(st.sampled_from(["host", "guest", "seat"]), st.lists(NUMBERS, min_size=20, max_size=20))
-def test_whole_records_of_any_numbers_end_no_guard(rig: Rig, name: str, numbers: list[int]) -> None:
+def test_whole_records_of_any_numbers_end_no_guard(
+    rig: GuardRig, name: str, numbers: list[int]
+) -> None:
     kinds: dict[str, type[HostState | GuestState | SeatState]] = {
         "host": HostState, "guest": GuestState, "seat": SeatState,
     }  # fmt: skip
@@ -139,7 +141,7 @@ def test_whole_records_of_any_numbers_end_no_guard(rig: Rig, name: str, numbers:
 
 @given(st.integers(0, 2**64 - 1), st.lists(NUMBERS, min_size=6, max_size=6), st.binary(max_size=80))
 def test_whole_latencies_of_any_numbers_end_no_guard(
-    rig: Rig, total: int, numbers: list[int], name: bytes
+    rig: GuardRig, total: int, numbers: list[int], name: bytes
 ) -> None:
     rig.reset()
     number = total - 1 if total else 0
@@ -152,7 +154,7 @@ def test_whole_latencies_of_any_numbers_end_no_guard(
 
 
 def test_a_file_that_goes_away_under_the_guard_freezes(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
+    rig = GuardRig(tmp_path)
     rig.reset()
     assert rig.ticks() is GrantMode.RUN
     rig.page.path.rename(tmp_path / "away")

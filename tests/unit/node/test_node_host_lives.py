@@ -38,7 +38,7 @@ Script = list[tuple[str, int]]
 
 
 @dataclass
-class Host:
+class EngineHost:
     """An engine process; `seat` while it publishes, `veto` once it cannot."""
 
     seat: HostSeat | None = None
@@ -72,7 +72,7 @@ class Machine:
         self.path = folder / "page"
         self.stack = stack
         self.now_ns = 1_000_000 * MS
-        self.hosts: list[Host] = []
+        self.hosts: list[EngineHost] = []
         self.steps = 0
         self.violated = False
         self.log = EventLog(folder, "node")
@@ -98,7 +98,7 @@ class Machine:
     def start_host(self, _: int) -> None:
         if len(self.hosts) == MOST_HOSTS:
             return
-        host = Host()
+        host = EngineHost()
         self.hosts.append(host)
         try:
             host.seat = self.page().take_host(self.now_ns)
@@ -108,10 +108,10 @@ class Machine:
 
     def start_host_that_cannot_attach(self, _: int) -> None:
         if len(self.hosts) < MOST_HOSTS:
-            self.hosts.append(Host())
+            self.hosts.append(EngineHost())
             self.give_up(self.hosts[-1])
 
-    def give_up(self, host: Host) -> None:
+    def give_up(self, host: EngineHost) -> None:
         if host.seat is not None:
             host.seat.cease()
         if host.veto is None:
@@ -122,20 +122,20 @@ class Machine:
         if self.hosts:
             self.hosts.pop(number % len(self.hosts)).die()
 
-    def change(self, number: int, change: Callable[[Host], None]) -> None:
+    def change(self, number: int, change: Callable[[EngineHost], None]) -> None:
         if self.hosts:
             host = self.hosts[number % len(self.hosts)]
             change(host)
             host.publish(self.now_ns)
 
     def request(self, number: int) -> None:
-        def come(host: Host) -> None:
+        def come(host: EngineHost) -> None:
             host.working = host.working or not host.stopped
 
         self.change(number, come)
 
     def serve(self, number: int) -> None:
-        def end(host: Host) -> None:
+        def end(host: EngineHost) -> None:
             host.working = host.working and host.stopped
 
         self.change(number, end)

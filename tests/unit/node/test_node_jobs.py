@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from node_bench import AllCorruptPublisher, Bench, tensors
+from node_bench import AllCorruptPublisher, NodeBench, tensors
 
 from rose.addresses import free_port
 from rose.node.replica import same_architecture
@@ -14,7 +14,7 @@ from rose.weight_distribution import PublisherSettings
 OTHER = "other"
 
 
-class JobsBench(Bench):
+class JobsBench(NodeBench):
     """Two jobs and one replica; the second one's publisher starts when a test wants it."""
 
     def __init__(self, folder: Path, kind: str) -> None:
@@ -138,7 +138,7 @@ def test_models_of_one_architecture_differ_in_their_weights_alone(tmp_path: Path
 @pytest.mark.parametrize("bench", [{"kind": "dedicated", "runs": True}], indirect=True)
 @pytest.mark.parametrize("served", [0, 2])
 async def test_a_run_with_a_root_of_its_own_begins_at_the_next_version_in_the_running_engine(
-    bench: Bench, served: int
+    bench: NodeBench, served: int
 ) -> None:
     for version in range(1, served + 1):
         await bench.publish(version)

@@ -51,7 +51,7 @@ while True:
 TRIALS = [3, pytest.param(25, marks=pytest.mark.nightly)]
 
 
-class Node:
+class RunFolder:
     """A run folder with a guest and its keeper, as a daemon that then died left them."""
 
     def __init__(self, folder: Path) -> None:
@@ -90,8 +90,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
-    node = Node(tmp_path)
+def node(tmp_path: Path) -> Iterator[RunFolder]:
+    node = RunFolder(tmp_path)
     yield node
     node.close()
 
@@ -100,7 +100,7 @@ def gone(group: int) -> bool:
     return not group_alive(group)
 
 
-def by_rose_kill(node: Node, group: int) -> EndedGuest:
+def by_rose_kill(node: RunFolder, group: int) -> EndedGuest:
     [guest] = end_guests(node.run_dir, node.kill_file).guests
     assert guest.pid == group
     return guest
@@ -116,7 +116,7 @@ def by_rose_kill(node: Node, group: int) -> EndedGuest:
     ],
 )
 def test_every_guest_is_gone_and_its_memory_back_each_time_with_nothing_else_alive(
-    node: Node, order: Callable[[Node, int], object], trials: int
+    node: RunFolder, order: Callable[[RunFolder, int], object], trials: int
 ) -> None:
     for _ in range(trials):
         group = node.start()
@@ -142,7 +142,7 @@ def test_every_guest_is_gone_and_its_memory_back_each_time_with_nothing_else_ali
 
 
 def test_a_guest_without_a_record_whose_keeper_is_stopped_is_ended_and_named(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    node: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = node.start()
     (node.run_dir / FOLDER / "guest.json").unlink()
@@ -166,7 +166,7 @@ def test_a_guest_without_a_record_whose_keeper_is_stopped_is_ended_and_named(
 
 
 def test_a_run_folder_that_was_removed_under_its_guest_is_killed_all_the_same(
-    node: Node, capsys: pytest.CaptureFixture[str]
+    node: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     group = node.start()
     shutil.rmtree(node.run_dir)
@@ -183,7 +183,7 @@ def test_a_run_folder_that_was_removed_under_its_guest_is_killed_all_the_same(
     assert not node.run_dir.exists(), "a name that is no node's makes no folder"
 
 
-def test_without_disk_and_daemon_the_guests_are_ended_all_the_same(node: Node) -> None:
+def test_without_disk_and_daemon_the_guests_are_ended_all_the_same(node: RunFolder) -> None:
     group = node.start()
     ended = end_guests(node.run_dir, node.run_dir / "no" / "KILL")
     node.reap()

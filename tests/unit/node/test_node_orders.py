@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from node_bench import Bench, attached, events_in
+from node_bench import NodeBench, attached, events_in
 
 from executor.grant_controller import UNCAPPED, HarvestCaps
 from rose.clock import Stall
@@ -125,7 +125,7 @@ async def test_a_mode_that_is_told_with_a_number_is_confirmed_once_it_is_obeyed(
 
 
 async def test_a_stored_version_that_cannot_be_fetched_ends_no_daemon_at_any_start(
-    bench: Bench, standins: None
+    bench: NodeBench, standins: None
 ) -> None:
     # An older scheduler stored these; today's would refuse them.
     stored = JobRegistered("job", 1), VersionAnnounced("job", 1, 0, "http://" + "a" * 64 + "/")

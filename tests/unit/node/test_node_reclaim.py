@@ -38,7 +38,7 @@ GRANULE = 4 * MIB
 
 
 @dataclass
-class Rig:
+class MemoryGuest:
     """A guest of SIZE MiB, KV of them for its KV cache."""
 
     process: subprocess.Popen[str]
@@ -88,7 +88,7 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
+def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[MemoryGuest]:
     delay_s = str(getattr(request, "param", 0.0))
     script = Path(__file__).with_name("memory_holder.py")
     process = subprocess.Popen(
@@ -102,7 +102,7 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
     assert process.stdout.readline() == "ready\n"
     events = EventLog(tmp_path, "node")
     try:
-        yield Rig(process, events, tmp_path / "events-node.jsonl")
+        yield MemoryGuest(process, events, tmp_path / "events-node.jsonl")
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ def outcomes(finished: Finished) -> Levels:
     return {report.level: report.outcome for report in finished.levels}
 
 
-async def test_what_the_kernel_counts_is_what_a_group_holds(rig: Rig) -> None:
+async def test_what_the_kernel_counts_is_what_a_group_holds(rig: MemoryGuest) -> None:
     before = rig.memory
     assert before is not None
     assert SIZE * MIB < before < (SIZE + 64) * MIB
@@ -131,7 +131,7 @@ async def test_what_the_kernel_counts_is_what_a_group_holds(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("rig", [0.0, 0.06], indirect=True, ids=["at once", "returned early"])
-async def test_the_balloon_gives_no_more_than_is_wanted_and_is_waited_for(rig: Rig) -> None:
+async def test_the_balloon_gives_no_more_than_is_wanted_and_is_waited_for(rig: MemoryGuest) -> None:
     finished = await rig.reclaimer().reclaim(30 * MIB, 30.0, "test")
     assert outcomes(finished) == {FREEZE: TOO_LITTLE, BALLOON: FREED}
     assert (finished.enough, finished.in_time) == (True, True)
@@ -142,19 +142,19 @@ async def test_the_balloon_gives_no_more_than_is_wanted_and_is_waited_for(rig: R
     assert next(e for e in rig.noted() if e["event"] == "reclaim_begun")["measured_by"] == KERNEL
 
 
-async def refused(rig: Rig) -> None:
+async def refused(rig: MemoryGuest) -> None:
     raise RefusedError("HTTP 404")
 
 
-async def silent(rig: Rig) -> None:
+async def silent(rig: MemoryGuest) -> None:
     raise UnavailableError("no answer")
 
 
-async def lies(rig: Rig) -> None:
+async def lies(rig: MemoryGuest) -> None:
     rig.say("lie", 90)
 
 
-async def sleeps(rig: Rig) -> None:
+async def sleeps(rig: MemoryGuest) -> None:
     rig.say("free", 90)
 
 
@@ -174,7 +174,7 @@ async def sleeps(rig: Rig) -> None:
     ],
 )
 async def test_a_guest_gives_what_is_measured_and_is_ended_for_what_it_only_says(
-    rig: Rig, kv_word: str, sleep: Any, wanted: int, reached: Levels, why: str | None
+    rig: MemoryGuest, kv_word: str, sleep: Any, wanted: int, reached: Levels, why: str | None
 ) -> None:
     rig.kv_word = kv_word
     asleep = sleep and partial(sleep, rig)
@@ -192,7 +192,7 @@ async def test_a_guest_gives_what_is_measured_and_is_ended_for_what_it_only_says
         assert abs(levels["sleep"]["freed_bytes"]) < 2 * MIB
 
 
-async def test_what_cannot_be_measured_is_not_taken_for_reclaimed(rig: Rig) -> None:
+async def test_what_cannot_be_measured_is_not_taken_for_reclaimed(rig: MemoryGuest) -> None:
     gauge = SimpleNamespace(by=KERNEL, sees_all=True, held_bytes=lambda: None)
     reclaimer = rig.reclaimer(gauge=lambda: gauge)
     finished = await reclaimer.reclaim(30 * MIB, 2.0, "test")
@@ -201,7 +201,7 @@ async def test_what_cannot_be_measured_is_not_taken_for_reclaimed(rig: Rig) -> N
     assert rig.process.poll() is not None
 
 
-async def test_a_debt_that_is_paid_meanwhile_ends_the_climb(rig: Rig) -> None:
+async def test_a_debt_that_is_paid_meanwhile_ends_the_climb(rig: MemoryGuest) -> None:
     reclaimer = rig.reclaimer()
     reclaimer.begin(SIZE * MIB, 5.0, "test", settled=lambda: len(rig.holds) > 1)
     finished = await reclaimer.reclaim(0, 0.0, "joins")
@@ -211,7 +211,7 @@ async def test_a_debt_that_is_paid_meanwhile_ends_the_climb(rig: Rig) -> None:
     assert "reclaim_settled" in [event["event"] for event in rig.noted()]
 
 
-async def test_a_reclaim_that_breaks_has_killed_before(rig: Rig) -> None:
+async def test_a_reclaim_that_breaks_has_killed_before(rig: MemoryGuest) -> None:
     reclaimer = rig.reclaimer(state=object())
     with pytest.raises(AttributeError, match="no attribute"):
         await reclaimer.reclaim(30 * MIB, 5.0, "test")
@@ -231,7 +231,7 @@ class Hangs(HostMemory):
         return super().held_bytes()
 
 
-async def test_a_driver_that_hangs_delays_no_kill(rig: Rig) -> None:
+async def test_a_driver_that_hangs_delays_no_kill(rig: MemoryGuest) -> None:
     gauge = Hangs(lambda: rig.process.pid)
     reclaimer = rig.reclaimer(gauge=lambda: gauge)
     task = asyncio.create_task(reclaimer.reclaim(30 * MIB, 1.0, "test"))
@@ -260,7 +260,7 @@ async def test_an_engine_that_broke_while_it_fell_asleep_is_not_one_that_cannot_
         await client.sleep()
 
 
-async def test_while_it_lasts_the_guest_may_not_be_started(rig: Rig) -> None:
+async def test_while_it_lasts_the_guest_may_not_be_started(rig: MemoryGuest) -> None:
     reclaimer = rig.reclaimer()
     assert reclaimer.holding is None
     reclaimer.begin(30 * MIB, 5.0, "test")

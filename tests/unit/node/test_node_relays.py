@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import aiohttp
 import pytest
-from node_bench import Bench
+from node_bench import NodeBench
 
 from rose.addresses import free_port
 from rose.errors import ConfigError
@@ -21,7 +21,7 @@ NEIGHBOUR = "http://10.0.0.9:1"
 class Neighbour:
     """The stream of another node: hears who relays."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: NodeBench) -> None:
         self.told: list[str] = []
         self._bench = bench
         self._hearing = asyncio.create_task(self._hear())
@@ -43,7 +43,7 @@ class Neighbour:
         await asyncio.gather(self._hearing, return_exceptions=True)
 
 
-async def fetched_from(bench: Bench, relay: str, **headers: str) -> int:
+async def fetched_from(bench: NodeBench, relay: str, **headers: str) -> int:
     """Return the bytes of version 1, fetched where nobody is there but the relay."""
     async with aiohttp.ClientSession(headers=headers) as session:
         receiving = DownloadLimits(ChunkStore(bench.folder / "other"), Caps())
@@ -59,7 +59,7 @@ BENCH = {"kind": "dedicated"}
 pytestmark = pytest.mark.usefixtures("standins")
 
 
-async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: Bench) -> None:
+async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: NodeBench) -> None:
     token = bench.folder / "token"
     token.write_text("secret")
     bench.settings |= {
@@ -91,7 +91,7 @@ async def test_a_nodes_relay_is_known_to_its_neighbours_and_serves_them(bench: B
             assert answer.status == 401
 
 
-async def test_a_relay_serves_a_version_that_its_own_engine_does_not_take(bench: Bench) -> None:
+async def test_a_relay_serves_a_version_that_its_own_engine_does_not_take(bench: NodeBench) -> None:
     (bench.folder / "unproven").touch()
     bench.settings["relay"] = {"host": "127.0.0.1", "port": free_port()}
     async with bench.running():
@@ -101,7 +101,7 @@ async def test_a_relay_serves_a_version_that_its_own_engine_does_not_take(bench:
         assert await fetched_from(bench, url)
 
 
-async def test_a_relay_that_cannot_listen_is_one_line(bench: Bench) -> None:
+async def test_a_relay_that_cannot_listen_is_one_line(bench: NodeBench) -> None:
     taken = bench.publisher.url.rsplit(":", 1)[1]
     bench.settings["relay"] = {"host": "127.0.0.1", "port": int(taken)}
     with pytest.raises(Exception, match="cannot be served") as said:
@@ -109,7 +109,9 @@ async def test_a_relay_that_cannot_listen_is_one_line(bench: Bench) -> None:
     assert "\n" not in str(said.value)
 
 
-def test_a_relay_of_other_machines_needs_certificates_or_the_operators_word(bench: Bench) -> None:
+def test_a_relay_of_other_machines_needs_certificates_or_the_operators_word(
+    bench: NodeBench,
+) -> None:
     bench.settings["relay"] = {"host": "10.0.0.7", "port": free_port()}
     with pytest.raises(ConfigError, match="reached from other machines") as said:
         NodeDaemon(bench.config)

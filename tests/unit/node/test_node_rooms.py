@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from found_hosts import FolderHost
-from node_bench import Bench
+from node_bench import NodeBench
 from prometheus_client import generate_latest
 
 from executor import LatencyRecord
@@ -25,7 +25,7 @@ from tests.fakes.nvml import CARD, StandInReader
 GPU = "GPU-0a"
 
 
-class RoomsBench(Bench):
+class RoomsBench(NodeBench):
     """With the node in this process, and a folder in place of a host."""
 
     def __init__(self, folder: Path, kind: str) -> None:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from node_bench import Bench
+from node_bench import NodeBench
 
 from executor import FreezeReason, Grant
 from executor.kv.lending import LEAST_CAP
@@ -18,11 +18,11 @@ from tests.harness.waiting import PATIENCE_S, until_async
 TRIALS = [3, pytest.param(25, marks=pytest.mark.nightly)]
 
 
-async def stop(bench: Bench, mode: "pb.HarvestMode.ValueType") -> None:
+async def stop(bench: NodeBench, mode: "pb.HarvestMode.ValueType") -> None:
     await bench.stub.SetHarvest(pb.SetHarvestRequest(mode=mode, stop_alone=True))
 
 
-async def proved(bench: Bench) -> pb.GuestTelemetry:
+async def proved(bench: NodeBench) -> pb.GuestTelemetry:
     """The guest as the node says it is, once nothing of it is left."""
 
     async def empty() -> pb.GuestTelemetry | None:
@@ -38,7 +38,7 @@ async def proved(bench: Bench) -> pb.GuestTelemetry:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("trials", TRIALS)
 async def test_the_stop_of_the_control_plane_ends_the_guest_each_time(
-    bench: Bench, trials: int
+    bench: NodeBench, trials: int
 ) -> None:
     bench.spawn()
     for trial in range(trials):
@@ -63,7 +63,7 @@ async def test_the_stop_of_the_control_plane_ends_the_guest_each_time(
     assert bench.noted("command_ignored") == [], "a heartbeat is no order"
 
 
-async def test_a_dropped_file_is_proved_too(bench: Bench) -> None:
+async def test_a_dropped_file_is_proved_too(bench: NodeBench) -> None:
     bench.spawn()
     await bench.until("leased", lambda row: row.leased and row.healthy)
     (bench.run_dir / "KILL").touch()
@@ -71,7 +71,7 @@ async def test_a_dropped_file_is_proved_too(bench: Bench) -> None:
     assert (proof["held_bytes"], proof["duty"], proof["in_time"]) == (0, 0.0, True)
 
 
-async def test_turns_that_are_not_handed_back_do_not_outlive_the_deadline(bench: Bench) -> None:
+async def test_turns_that_are_not_handed_back_do_not_outlive_the_deadline(bench: NodeBench) -> None:
     (bench.folder / "deaf").touch()
     bench.settings["replicas"][0]["reclaim_s"] = 1.0
     bench.spawn()
@@ -82,7 +82,7 @@ async def test_turns_that_are_not_handed_back_do_not_outlive_the_deadline(bench:
     assert bench.noted("engine_reclaimed")[0]["reason"] == "harvest is off"
 
 
-async def granted(bench: Bench, what: str, holds: Callable[[Grant], bool]) -> None:
+async def granted(bench: NodeBench, what: str, holds: Callable[[Grant], bool]) -> None:
     async def held() -> Grant | None:
         grant = bench.page.grant.peek()
         return grant if grant is not None and holds(grant) else None
@@ -90,7 +90,7 @@ async def granted(bench: Bench, what: str, holds: Callable[[Grant], bool]) -> No
     await bench.awaited(what, held)
 
 
-async def test_caps_of_a_policy_reach_the_grant_and_silence_ends_it(bench: Bench) -> None:
+async def test_caps_of_a_policy_reach_the_grant_and_silence_ends_it(bench: NodeBench) -> None:
     bench.spawn()
     await bench.until("leased", lambda row: row.leased and row.healthy)
     await granted(bench, "uncapped", lambda grant: grant.kv_granule_cap == NO_CAP)

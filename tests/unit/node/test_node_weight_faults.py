@@ -54,7 +54,7 @@ def tensors(version: int) -> dict[str, TensorBits]:
     return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
 
 
-class Engine:
+class ReceivingEngine:
     """Stands in for a replica's client: a real receiver behind it."""
 
     def __init__(self) -> None:
@@ -86,14 +86,14 @@ class Engine:
         )
 
 
-class Case:
+class UpdatesCase:
     """One replica's updates over a real publisher."""
 
     def __init__(self, folder: Path, port: int, session: aiohttp.ClientSession) -> None:
         self.folder = folder
         self.origin = ChunkStore(folder / "origin")
         self.server = VersionServer(self.origin, port, signer=Signer("job", KEY))
-        self.engine = Engine()
+        self.engine = ReceivingEngine()
         self.chain = AnnouncedVersions()
         self.receiving = DownloadLimits(ChunkStore(folder / "node"), Caps())
         self.whys: list[str] = []
@@ -154,13 +154,13 @@ class Case:
 @pytest.fixture
 async def case(
     tmp_path: Path, unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Case]:
+) -> AsyncIterator[UpdatesCase]:
     monkeypatch.setattr(weight_updates, "FIRST_PAUSE_S", 0.02)
     monkeypatch.setattr(weight_updates, "MAX_PAUSE_S", 0.05)
     for module in (fetcher_module, download_module):
         monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.01)
     async with aiohttp.ClientSession() as session:
-        case = Case(tmp_path, unused_tcp_port, session)
+        case = UpdatesCase(tmp_path, unused_tcp_port, session)
         await case.server.start()
         case.updates.engine_up(0)
         running = asyncio.create_task(case.updates.run())
@@ -193,7 +193,7 @@ def unsigned(manifest: bytes) -> bytes:
     ],
 )
 async def test_a_manifest_that_must_not_be_used_leaves_the_old_version(
-    case: Case,
+    case: UpdatesCase,
     publishing: dict[str, Any],
     change: Callable[[bytes], bytes] | None,
     said: str,
@@ -212,7 +212,7 @@ async def test_a_manifest_that_must_not_be_used_leaves_the_old_version(
 
 
 async def test_a_full_disk_is_said_and_what_came_is_kept(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: UpdatesCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = download_module.Download._write
     room = 20
@@ -238,7 +238,7 @@ async def test_a_full_disk_is_said_and_what_came_is_kept(
 
 
 async def test_a_version_that_comes_after_its_jobs_lease_is_not_applied(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: UpdatesCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leased: list[str] = ["job"]
     applied_under: list[str] = []
@@ -272,7 +272,7 @@ async def test_a_version_that_comes_after_its_jobs_lease_is_not_applied(
 
 
 async def test_weights_that_a_leased_engine_refuses_as_anothers_are_no_fault_of_it(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: UpdatesCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries = 0
     apply = case.engine.apply
@@ -299,7 +299,7 @@ def of_another(version: int) -> Receiver:
     return Receiver({"w": TensorBits("w", "bfloat16", (64, 64), np.ones(4_096, "<u2"))}, version)
 
 
-async def test_a_wrong_base_is_healed_by_a_base(case: Case) -> None:
+async def test_a_wrong_base_is_healed_by_a_base(case: UpdatesCase) -> None:
     case.publish(2)
     case.publish(3)
     case.engine.receiver = of_another(1)
@@ -317,7 +317,7 @@ def flipped(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("where", ["chunk", "part"])
 async def test_a_bit_that_flips_on_the_nodes_disk_is_named_and_healed(
-    case: Case, where: str
+    case: UpdatesCase, where: str
 ) -> None:
     case.publish(2)
     ref = case.origin.get_manifest(2).chunks[0]
@@ -336,7 +336,7 @@ async def test_a_bit_that_flips_on_the_nodes_disk_is_named_and_healed(
 
 
 async def test_a_bit_that_flips_in_a_relay_is_named_and_dropped_there_too(
-    case: Case, unused_tcp_port_factory: Callable[[], int]
+    case: UpdatesCase, unused_tcp_port_factory: Callable[[], int]
 ) -> None:
     """The node says its doubt, the relay looks at its own copy."""
     case.publish(2)
@@ -372,7 +372,7 @@ Answering = Callable[[int, bytes, dict[str, Any]], Awaitable[list[str]]]
 
 
 @pytest.fixture
-async def replica(case: Case) -> AsyncIterator[Answering]:
+async def replica(case: UpdatesCase) -> AsyncIterator[Answering]:
     """Puts a replica behind the updates that answers each apply with the same bytes, and its state
     with these fields; a status of 0 is no answer. Gives the paths that it was asked for."""
     asked: list[str] = []
@@ -422,7 +422,7 @@ REPORT = {
     ids=["broke off", "no digest", "no proof", "another version", "no report"],
 )
 async def test_a_replica_in_doubt_is_quarantined_at_its_first_word(
-    case: Case, replica: Answering, status: int, answer: object
+    case: UpdatesCase, replica: Answering, status: int, answer: object
 ) -> None:
     asked = await replica(status, json.dumps(answer).encode(), {})
     case.release(2)
@@ -441,7 +441,7 @@ async def test_a_replica_in_doubt_is_quarantined_at_its_first_word(
     ],
 )
 async def test_a_refusal_is_tried_three_times(
-    case: Case, replica: Answering, status: int, body: bytes
+    case: UpdatesCase, replica: Answering, status: int, body: bytes
 ) -> None:
     asked = await replica(status, body, {})
     case.release(2)
@@ -449,7 +449,7 @@ async def test_a_refusal_is_tried_three_times(
     assert asked == ["apply"] * 3
 
 
-async def test_a_busy_host_is_no_refusal(case: Case, replica: Answering) -> None:
+async def test_a_busy_host_is_no_refusal(case: UpdatesCase, replica: Answering) -> None:
     asked = await replica(503, b'{"error":{"type":"host_busy","message":"ask again"}}', {})
     case.release(2)
     assert "ask again" in await case.noted("host_busy")
@@ -461,7 +461,7 @@ async def test_a_busy_host_is_no_refusal(case: Case, replica: Answering) -> None
 
 @pytest.mark.parametrize(("proven", "held"), [(True, 2), (True, 1), (False, 1)])
 async def test_an_update_whose_end_nobody_heard_is_asked_after(
-    case: Case, replica: Answering, proven: bool, held: int
+    case: UpdatesCase, replica: Answering, proven: bool, held: int
 ) -> None:
     asked = await replica(0, b"", {"policy_version": held, "proven": proven})
     case.release(2)
@@ -476,7 +476,7 @@ async def test_an_update_whose_end_nobody_heard_is_asked_after(
 
 @pytest.mark.parametrize("url", ["http://" + "a" * 64 + "/", "http://a..b", "http://[::1"])
 async def test_an_address_that_no_client_can_connect_to_costs_one_update(
-    case: Case, url: str
+    case: UpdatesCase, url: str
 ) -> None:
     case.publish(2)
     case.chain.add(KnownVersion("job", 2, 1, url))
@@ -489,7 +489,7 @@ async def test_an_address_that_no_client_can_connect_to_costs_one_update(
 
 
 async def test_an_update_that_breaks_in_a_way_nobody_thought_of_is_tried_again(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: UpdatesCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     apply, broken = case.engine.apply, [ValueError("unheard of"), KeyError("x")]
 
@@ -504,7 +504,7 @@ async def test_an_update_that_breaks_in_a_way_nobody_thought_of_is_tried_again(
     await case.active(2)
 
 
-async def test_another_jobs_version_is_never_taken_for_the_replicas_own(case: Case) -> None:
+async def test_another_jobs_version_is_never_taken_for_the_replicas_own(case: UpdatesCase) -> None:
     """The version has the same number and parent, at an address that serves both."""
     case.release(2)
     await case.active(2)
@@ -518,7 +518,7 @@ async def test_another_jobs_version_is_never_taken_for_the_replicas_own(case: Ca
     await case.active(3)
 
 
-async def test_a_job_without_any_version_needs_a_new_engine(case: Case) -> None:
+async def test_a_job_without_any_version_needs_a_new_engine(case: UpdatesCase) -> None:
     case.updates.serve("other", 0)
     await until_async(lambda: case.foreign, PATIENCE_S, "a new engine")
     assert case.foreign[0] == "job other is at version 0"
@@ -526,7 +526,7 @@ async def test_a_job_without_any_version_needs_a_new_engine(case: Case) -> None:
 
 
 async def test_a_wrong_base_without_a_newer_one_ends_the_engine(
-    case: Case, replica: Answering
+    case: UpdatesCase, replica: Answering
 ) -> None:
     wrong = {"error": {"type": "wrong_base", "message": "other weights are active"}}
     await replica(409, json.dumps(wrong).encode(), {})

@@ -31,7 +31,7 @@ from rose.security import CertificateFiles, Role
 from tests.harness.certificates import Certificates
 from tests.harness.processes import Forked
 from tests.harness.waiting import PATIENCE_S, until_async
-from tests.unit.node.node_bench import Bench
+from tests.unit.node.node_bench import NodeBench
 
 DESCRIPTORS: Final = 512
 CONNECTIONS: Final = 700
@@ -220,7 +220,7 @@ async def test_ten_thousand_idle_connections_keep_no_operator_out(
 
 async def test_a_node_without_descriptors_goes_on_guarding(tmp_path: Path) -> None:
     """The limit falls below what the node counted on, so that accepting fails for want of one."""
-    bench = Bench(tmp_path, "guest")
+    bench = NodeBench(tmp_path, "guest")
     await bench.start()
     try:
         daemon = bench.spawn()

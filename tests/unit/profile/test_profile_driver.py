@@ -19,7 +19,7 @@ from tests.harness.web_server import served
 BATCH = Batch(sequences=1, prompt_tokens=8, token_budget=16)
 
 
-class Engine:
+class AnsweringEngine:
     """Answers turns with `line`; its process ends when told to."""
 
     def __init__(self, log: Path) -> None:
@@ -42,14 +42,14 @@ class Engine:
 
 
 @pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
-    engine = Engine(tmp_path / "engine.log")
+async def engine(tmp_path: Path) -> AsyncIterator[AnsweringEngine]:
+    engine = AnsweringEngine(tmp_path / "engine.log")
     async with served(engine.generate) as engine.spec.url:
         yield engine
 
 
 @pytest.fixture
-async def driver(engine: Engine, tmp_path: Path) -> AsyncIterator[ProfileDriver]:
+async def driver(engine: AnsweringEngine, tmp_path: Path) -> AsyncIterator[ProfileDriver]:
     with ControlPage.create(tmp_path / "page") as page:
         page.guest.write(GuestState(waiting=1))
         grant = OpenGrant(page, token_budget=16, max_sequences=4)
@@ -58,7 +58,7 @@ async def driver(engine: Engine, tmp_path: Path) -> AsyncIterator[ProfileDriver]
 
 
 async def test_an_engine_that_ends_is_told_by_its_last_words(
-    engine: Engine, driver: ProfileDriver
+    engine: AnsweringEngine, driver: ProfileDriver
 ) -> None:
     engine.line = '{"finish_reason":"error","message":"EngineDeadError: gone"}'
     asyncio.get_running_loop().call_later(0.1, engine.ended.set)
@@ -67,7 +67,7 @@ async def test_an_engine_that_ends_is_told_by_its_last_words(
 
 
 async def test_an_engine_that_lives_but_fails_is_told_by_its_answer(
-    engine: Engine, driver: ProfileDriver, monkeypatch: pytest.MonkeyPatch
+    engine: AnsweringEngine, driver: ProfileDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rose.profile.driver.ENDS_S", 0.05)
     engine.line = '{"finish_reason":"abort"}'

@@ -147,7 +147,7 @@ def test_an_unreadable_leader_is_an_unknown_address() -> None:
 # ---- with a store ----
 
 
-class Scheduler:
+class Contender:
     """A process that takes part; `terms` are the stores that it was given to lead with."""
 
     def __init__(self, store: InMemoryStore, address: str, clock: Callable[[], float]) -> None:
@@ -196,9 +196,9 @@ class Hanging(InMemoryStore):
 
 async def test_a_leader_that_stops_is_followed_at_once_by_another() -> None:
     loop, store = asyncio.get_running_loop(), InMemoryStore()
-    one = Scheduler(store, "one:1", loop.time)
+    one = Contender(store, "one:1", loop.time)
     await one.until(leads=True)
-    other = Scheduler(store, "other:1", loop.time)
+    other = Contender(store, "other:1", loop.time)
     async with asyncio.timeout(PATIENCE_S):
         while other.leadership.address != "one:1":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -241,9 +241,9 @@ async def test_work_that_finds_its_term_over_ends_the_term_and_not_the_process()
 async def test_a_leader_cut_off_from_its_store_is_down_before_another_is_up() -> None:
     loop = asyncio.get_running_loop()
     store = Hanging(loop.time)
-    one = Scheduler(store, "one:1", loop.time)
+    one = Contender(store, "one:1", loop.time)
     await one.until(leads=True)
-    other = Scheduler(store, "other:1", loop.time)
+    other = Contender(store, "other:1", loop.time)
     store.hangs = True
     await one.until(leads=False)
     assert not other.leads.is_set()
