@@ -11,7 +11,6 @@ from node_bench import NodeBench
 from rose.cli.main import main as rose
 from rose.node.guest.guest_record import running_guests
 from rose.process.child import group_alive
-from tests.harness.processes import Forked
 from tests.harness.waiting import until_async
 
 ORPHAN_S = 1.0
@@ -29,9 +28,16 @@ async def leased_guest(bench: NodeBench) -> int:
     return int(bench.calls("start")[-1]["pid"])
 
 
-def kill(daemon: Forked) -> None:
-    daemon.kill()
-    daemon.wait()
+async def killed(bench: NodeBench) -> int:
+    """Return the process group of a leased guest whose daemon was killed."""
+    daemon = bench.spawn()
+    pid = await leased_guest(bench)
+    daemon.end()
+    return pid
+
+
+async def until_gone(pid: int) -> None:
+    await until_async(lambda: not group_alive(pid), LATE_S, "it is gone")
 
 
 @patient
@@ -44,7 +50,7 @@ async def test_the_next_daemon_adopts_the_guest_and_its_version_but_not_its_leas
     await bench.publish(1)
     before = await bench.until("caught up", lambda row: row.policy_version == 1)
     assert standby.poll() is None
-    kill(first)
+    first.end()
     adopted = await bench.until_noted("engine_adopted")
     assert adopted["pid"] == pid
     after = await bench.until(
@@ -65,9 +71,7 @@ async def test_the_next_daemon_adopts_the_guest_and_its_version_but_not_its_leas
 
 
 async def test_a_guest_that_nobody_adopts_is_gone_when_its_time_is_over(bench: NodeBench) -> None:
-    daemon = bench.spawn()
-    pid = await leased_guest(bench)
-    kill(daemon)
+    pid = await killed(bench)
     await asyncio.sleep(ORPHAN_S / 2)
     assert group_alive(pid), "the next daemon may still come"
     took_s = ORPHAN_S / 2 + await until_async(
@@ -80,29 +84,25 @@ async def test_a_guest_killed_with_its_daemon_leaves_nothing(bench: NodeBench) -
     daemon = bench.spawn()
     pid = await leased_guest(bench)
     os.kill(pid, signal.SIGKILL)  # The leader alone: the rest of its group is the keeper's to end.
-    kill(daemon)
-    await until_async(lambda: not group_alive(pid), LATE_S, "it is gone")
+    daemon.end()
+    await until_gone(pid)
 
 
 @patient
 async def test_a_guest_of_other_settings_is_not_adopted(bench: NodeBench) -> None:
-    first = bench.spawn()
-    pid = await leased_guest(bench)
-    kill(first)
+    pid = await killed(bench)
     bench.settings["replicas"][0]["max_model_len"] = 1024
     bench.spawn()
     refused = await bench.until_noted("engine_not_adopted")
     assert (refused["pid"], refused["reason"]) == (pid, "it was started with other settings")
-    await until_async(lambda: not group_alive(pid), LATE_S, "it is gone")
+    await until_gone(pid)
     await bench.until_noted("lease_taken", times=2)
     assert len(bench.calls("start")) == 2
 
 
 @patient
 async def test_a_record_cut_short_is_not_believed(bench: NodeBench) -> None:
-    first = bench.spawn()
-    await leased_guest(bench)
-    kill(first)
+    await killed(bench)
     record = bench.run_dir / "guests" / "r0.json"
     record.write_bytes(record.read_bytes()[:20])
     bench.spawn()
@@ -122,11 +122,9 @@ async def test_a_second_daemon_of_the_same_node_is_refused(bench: NodeBench) -> 
 async def test_the_kill_file_works_with_the_daemon_dead_and_bars_the_next_one(
     bench: NodeBench,
 ) -> None:
-    first = bench.spawn()
-    pid = await leased_guest(bench)
-    kill(first)
+    pid = await killed(bench)
     (bench.run_dir / "KILL").touch()
-    await until_async(lambda: not group_alive(pid), LATE_S, "it is gone")
+    await until_gone(pid)
     bench.spawn()
     await bench.until_noted("node_started", times=2)
     await asyncio.sleep(0.5)
@@ -141,7 +139,7 @@ async def test_a_signal_kills_the_guest_and_keeps_it_away(bench: NodeBench) -> N
     pid = await leased_guest(bench)
     await bench.server.stop(0)
     daemon.send_signal(signal.SIGUSR1)
-    await until_async(lambda: not group_alive(pid), LATE_S, "it is gone")
+    await until_gone(pid)
     await until_async((bench.run_dir / "KILL").exists, LATE_S, "the file")
     assert daemon.poll() is None
     await bench.until_noted("kill_switch_set")

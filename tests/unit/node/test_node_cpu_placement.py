@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,36 +34,48 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def placed(*argv: str) -> CpuPlacement:
-    """Return the kernel's placement of a program that was started so."""
+@contextmanager
+def waiting(*argv: str, **options: Any) -> Iterator[int]:
+    """A program that was started so and waits; yields its process."""
     program = [sys.executable, "-c", "print(flush=True); input()"]
     with subprocess.Popen(
-        [sys.executable, *argv, "--", *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, *argv, "--", *program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        **options,
     ) as process:
         assert process.stdout
         process.stdout.readline()
-        found = CpuPlacement.of(process.pid)
+        yield process.pid
         process.kill()
+
+
+def placed(*argv: str) -> CpuPlacement:
+    with waiting(*argv) as pid:
+        found = CpuPlacement.of(pid)
     assert found
     return found
 
 
 @pytest.mark.parametrize(
-    ("refused", "share"),
+    ("refused", "options", "share", "oom_score_adj"),
     [
-        ("nothing", IDLE),
-        ("sched_setscheduler", NICE),
-        ("sched_setscheduler,setpriority", UNTOUCHED),
+        pytest.param("nothing", ["share=background"], IDLE, 1000, id="a guest"),
+        pytest.param("sched_setscheduler", ["share=background"], NICE, 1000, id="the next best"),
+        pytest.param(
+            "sched_setscheduler,setpriority", ["share=background"], UNTOUCHED, 1000, id="no right"
+        ),
+        # A step whose launches wait for an idle core would end in its host's time.
+        pytest.param("nothing", ["share=aside"], NICE, 1000, id="a guest on a GPU"),
+        pytest.param("nothing", [], UNTOUCHED, None, id="others are left as they are"),
     ],
 )
-def test_the_next_best_is_taken_where_the_best_is_refused(refused: str, share: str) -> None:
-    script = str(launcher.__file__)
-    found = placed("-c", FORBIDDEN, refused, script, "share=background")
-    assert (found.share, found.oom_score_adj) == (share, 1000)
-
-
-def test_others_are_left_as_they_are() -> None:
-    assert placed(str(launcher.__file__)).share == UNTOUCHED
+def test_a_guest_is_placed_behind_others_as_far_as_is_permitted(
+    refused: str, options: list[str], share: str, oom_score_adj: int | None
+) -> None:
+    found = placed("-c", FORBIDDEN, refused, str(launcher.__file__), *options)
+    assert found.share == share
+    assert oom_score_adj in (None, found.oom_score_adj)
 
 
 def test_nothing_is_said_of_a_process_that_is_gone() -> None:
@@ -92,12 +106,6 @@ def test_a_folder_that_is_no_cgroup_is_refused_with_what_to_do(tmp_path: Path) -
     assert os.listdir(tmp_path) == []
 
 
-def test_a_guest_on_a_gpu_stands_aside_and_is_still_the_first_to_go() -> None:
-    """A step whose launches wait for an idle core ends in its host's time."""
-    found = placed(str(launcher.__file__), "share=aside")
-    assert (found.share, found.oom_score_adj) == (NICE, 1000)
-
-
 @pytest.mark.parametrize("knobs", [("cpu.idle", "cpu.weight"), ("cpu.weight",)])
 @pytest.mark.parametrize(("share", "weight"), [("aside", "10"), (None, "100")])
 def test_a_group_that_stands_aside_has_a_tenth_of_the_weight(
@@ -121,17 +129,8 @@ may_raise = pytest.mark.skipif(os.geteuid() != 0, reason="raising a process need
 @pytest.fixture
 def guest() -> Iterator[int]:
     """A process group in the background."""
-    program = [sys.executable, "-c", "print(flush=True); input()"]
-    with subprocess.Popen(
-        [sys.executable, str(launcher.__file__), "share=background", "--", *program],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        process_group=0,
-    ) as process:
-        assert process.stdout
-        process.stdout.readline()
-        yield process.pid
-        process.kill()
+    with waiting(str(launcher.__file__), "share=background", process_group=0) as pid:
+        yield pid
 
 
 def share(pid: int) -> str:

@@ -349,10 +349,13 @@ def on_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def guest(
-    tmp_path: Path, process: "subprocess.Popen[bytes]", on_the_machine: None
+    tmp_path: Path,
+    process: "subprocess.Popen[bytes]",
+    on_the_machine: None,
+    request: pytest.FixtureRequest,
 ) -> Iterator[CardGuest]:
     events = EventLog(tmp_path, "node")
-    yield CardGuest(process, events)
+    yield CardGuest(process, events, **getattr(request, "param", {}))
     events.close()
 
 
@@ -392,34 +395,52 @@ async def test_pages_that_the_card_did_not_get_back_are_not_freed(
     assert finished.freed_bytes == freed
 
 
-async def test_sleep_gives_up_weights_and_no_more_is_expected_of_it(guest: CardGuest) -> None:
-    finished = await guest.reclaim(CARD_KV + CARD_WEIGHTS + CONTEXT)
-    slept = next(report for report in finished.levels if report.level is SLEEP)
-    assert (slept.outcome, slept.claimed_bytes) == (TOO_LITTLE, CARD_WEIGHTS)
-    assert slept.freed_bytes == CARD_WEIGHTS
-    assert outcomes(finished)[KILL] is FREED
-
-
-@pytest.mark.parametrize("sleeps", ["well", "breaks"])
-async def test_an_engine_that_gave_up_its_weights_is_ended_whatever_it_answered(
-    guest: CardGuest, sleeps: str
+@pytest.mark.parametrize(
+    ("guest", "wanted", "reached", "slept"),
+    [
+        pytest.param(
+            {},
+            CARD_KV + CARD_WEIGHTS + CONTEXT,
+            {SLEEP: TOO_LITTLE, KILL: FREED},
+            (CARD_WEIGHTS, CARD_WEIGHTS, ""),
+            id="gives up its weights and no more",
+        ),
+        pytest.param(
+            {},
+            CARD_KV + CARD_WEIGHTS // 2,
+            {SLEEP: FREED},
+            None,
+            id="is ended without its weights",
+        ),
+        pytest.param(
+            # vLLM answers 500 when a neighbour took memory meanwhile, and its weights are gone.
+            {"sleeps": "breaks"},
+            CARD_KV + CARD_WEIGHTS // 2,
+            {SLEEP: FREED},
+            None,
+            id="is ended whatever it answered",
+        ),
+        pytest.param(
+            {"listed": False},
+            CARD_KV + GIB,
+            {SLEEP: UNSUPPORTED, KILL: FREED},
+            (0, 0, UNSEEN),
+            id="is not asked for what nobody could confirm",
+        ),
+    ],
+    indirect=["guest"],
+)
+async def test_a_guest_that_owes_more_than_its_kv_sleeps(
+    guest: CardGuest, wanted: int, reached: Levels, slept: tuple[int, int, str] | None
 ) -> None:
-    """vLLM answers 500 when a neighbour took memory meanwhile, and its weights are gone."""
-    guest.sleeps = sleeps
-    finished = await guest.reclaim(CARD_KV + CARD_WEIGHTS // 2)
-    assert outcomes(finished)[SLEEP] is FREED
+    finished = await guest.reclaim(wanted)
+    assert reached.items() <= outcomes(finished).items()
     assert guest.process.poll() is not None
-
-
-async def test_there_more_than_kv_takes_the_end_of_the_guest(guest: CardGuest) -> None:
-    guest.listed = False
-    guest.tell()
-    finished = await guest.reclaim(CARD_KV + GIB)
-    slept = next(report for report in finished.levels if report.level is SLEEP)
-    assert (slept.outcome, slept.why) == (UNSUPPORTED, UNSEEN)
-    assert outcomes(finished)[KILL] is FREED
-    assert guest.weights == CARD_WEIGHTS, "it was asked for what nobody could confirm"
-    assert finished.freed_bytes == CARD_KV, "no more than was measured"
+    report = next(report for report in finished.levels if report.level is SLEEP)
+    assert slept in (None, (report.claimed_bytes, report.freed_bytes, report.why))
+    if not guest.listed:
+        assert guest.weights == CARD_WEIGHTS
+        assert finished.freed_bytes == CARD_KV, "no more than was measured"
 
 
 # ---- what a guest holds of a GPU ----
