@@ -60,14 +60,12 @@ def placed(*argv: str) -> CpuPlacement:
 @pytest.mark.parametrize(
     ("refused", "options", "share", "oom_score_adj"),
     [
-        pytest.param("nothing", ["share=background"], IDLE, 1000, id="a guest"),
-        pytest.param("sched_setscheduler", ["share=background"], NICE, 1000, id="the next best"),
-        pytest.param(
-            "sched_setscheduler,setpriority", ["share=background"], UNTOUCHED, 1000, id="no right"
-        ),
-        # A step whose launches wait for an idle core would end in its host's time.
-        pytest.param("nothing", ["share=aside"], NICE, 1000, id="a guest on a GPU"),
-        pytest.param("nothing", [], UNTOUCHED, None, id="others are left as they are"),
+        ("nothing", ["share=background"], IDLE, 1000),
+        ("sched_setscheduler", ["share=background"], NICE, 1000),
+        ("sched_setscheduler,setpriority", ["share=background"], UNTOUCHED, 1000),
+        # On a GPU: a step whose launches wait for an idle core would end in its host's time.
+        ("nothing", ["share=aside"], NICE, 1000),
+        ("nothing", [], UNTOUCHED, None),
     ],
 )
 def test_a_guest_is_placed_behind_others_as_far_as_is_permitted(

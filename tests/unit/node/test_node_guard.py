@@ -168,14 +168,11 @@ def test_a_file_that_goes_away_under_the_guard_freezes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("guest_at", "duty"),
     [
-        pytest.param(
-            lambda tick: GuestState(step_seq=tick, yielded_ns=tick * 50_000_000),
-            0.5,
-            id="held back half of the time",
-        ),
-        pytest.param(lambda _: GuestState(step_seq=7), 0.0, id="without a step"),
-        pytest.param(lambda _: None, 0.0, id="no guest"),
+        (lambda tick: GuestState(step_seq=tick, yielded_ns=tick * 50_000_000), 0.5),
+        (lambda _: GuestState(step_seq=7), 0.0),
+        (lambda _: None, 0.0),
     ],
+    ids=["held back half of the time", "without a step", "no guest"],
 )
 def test_duty_is_the_share_of_time_in_which_a_guest_may_step(
     guest_at: Callable[[int], GuestState | None], duty: float

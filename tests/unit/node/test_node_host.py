@@ -51,37 +51,26 @@ Counts = tuple[tuple[int, int, int], tuple[int, int, int]]
 
 
 @pytest.mark.parametrize(
-    ("targets", "pages", "counted"),
+    ("ttft_s", "pages", "counted"),
     [
-        pytest.param(
-            # Second: 2 missed TTFT, 2 TPOT, 4 at worst. Third: 3 missed both, 3 at most.
-            (0.5, 0.15),
-            [((0, 0, 9), (0, 0, 9)), ((8, 8, 19), (7, 8, 19)), ((8, 8, 22), (7, 8, 22))],
-            [(0, 0), (6, 4), (6, 7)],
-            id="each miss, and none from before the first scrape",
-        ),
-        pytest.param(
-            (0.4, 1.0),
-            [((0, 0, 0), (0, 0, 0)), ((3, 10, 10), (10, 10, 10))],
-            [(0, 0), (3, 7)],
-            id="a target between two buckets by the lower one",
-        ),
-        pytest.param(
-            (0.5, 0.15),
-            [((90, 90, 90), (90, 90, 90)), ((5, 5, 5), (5, 5, 5))],
-            [(0, 0), (5, 0)],
-            id="anew after a restart",
-        ),
+        # Those before the first scrape are nobody's. Second: 2 missed TTFT, 2 TPOT, 4 at worst.
+        (0.5, [((0, 0, 9), (0, 0, 9)), ((8, 8, 19), (7, 8, 19))], (6, 4)),
+        # Third: 3 missed both, 3 at most.
+        (0.5, [((0,) * 3, (0,) * 3), ((8, 8, 10), (7, 8, 10)), ((8, 8, 13), (7, 8, 13))], (6, 7)),
+        # A target between two buckets is judged by the lower one.
+        (0.4, [((0, 0, 0), (0, 0, 0)), ((3, 10, 10), (10, 10, 10))], (3, 7)),
+        # A host that was restarted counts anew.
+        (0.5, [((90, 90, 90), (90, 90, 90)), ((5, 5, 5), (5, 5, 5))], (5, 0)),
     ],
 )
 def test_requests_count_by_what_their_host_says_of_both_targets(
-    targets: tuple[float, float], pages: list[Counts], counted: list[tuple[int, int]]
+    ttft_s: float, pages: list[Counts], counted: tuple[int, int]
 ) -> None:
-    scrape, found = HostScrape(*targets), []
+    scrape = HostScrape(ttft_s, 0.15)
     for second, counts in enumerate(pages):
         scrape.take(page(*counts), float(second))
-        found.append((scrape.good, scrape.bad))
-    assert found == counted
+        assert second or (scrape.good, scrape.bad) == (0, 0)
+    assert (scrape.good, scrape.bad) == counted
 
 
 def test_the_busy_share_is_that_of_scrapes_which_found_work_and_old_ones_say_nothing() -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -222,40 +222,21 @@ def test_a_switch_knows_for_how_long_a_guest_may_not_exist() -> None:
     assert switch.off_s("g") == 0.0
 
 
-def measured(held: int | None, duty: float, order_s: float = 0.0, off: bool = True) -> Measured:
-    return Measured(off, held, duty, 5.0, order_s)
-
-
 @pytest.mark.parametrize(
     ("seen", "proved"),
     [
-        pytest.param(
-            [
-                measured(None, 0.9, off=False),
-                measured(None, 0.9),
-                measured(9 << 20, 0.2),
-                measured(0, 0.2),
-                measured(0, 0.0),
-                measured(0, 0.0),
-            ],
-            [4],
-            id="once",
-        ),
-        pytest.param(
-            [measured(0, 0.0, 1.0), measured(0, 0.0, 1.0), measured(0, 0.0, 2.0)],
-            [0, 2],
-            id="after another that was not seen",
-        ),
+        # Once, when nothing is held and nothing runs.
+        ([(None, 0.9), (9 << 20, 0.2), (0, 0.2), (0, 0.0), (0, 0.0)], [3]),
+        # Again after a stop that another one followed unseen.
+        ([(0, 0.0, 5.0, 1.0), (0, 0.0, 5.0, 1.0), (0, 0.0, 5.0, 2.0)], [0, 2]),
     ],
 )
-def test_a_stop_is_proved_once_by_what_was_measured(
-    seen: list[Measured], proved: list[int]
-) -> None:
-    proof = StopProof()
-    told = [
-        [(each.event, each.fields["in_time"]) for each in proof.step(one, float(at))]
-        for at, one in enumerate(seen)
-    ]
+def test_a_stop_is_proved_once_by_what_was_measured(seen: list[Any], proved: list[int]) -> None:
+    proof, told = StopProof(), []
+    assert proof.step(Measured(False, None, 0.9, 5.0), 0.0) == []
+    for at, (held, duty, *order) in enumerate(seen):
+        said = proof.step(Measured(True, held, duty, *(order or [5.0])), 1.0 + at)
+        told.append([(each.event, each.fields["in_time"]) for each in said])
     assert told == [[("stop_proved", True)] if at in proved else [] for at in range(len(seen))]
 
 

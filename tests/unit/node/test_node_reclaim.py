@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -161,16 +161,12 @@ async def sleeps(rig: MemoryGuest) -> None:
 @pytest.mark.parametrize(
     ("kv_word", "sleep", "wanted", "reached", "why"),
     [
-        pytest.param("lie", None, 30, {BALLOON: HELD, KILL: FREED}, NO_SLEEP, id="balloon lies"),
-        pytest.param("free", lies, 120, {SLEEP: HELD, KILL: FREED}, None, id="sleep lies"),
-        pytest.param("free", sleeps, 120, {SLEEP: FREED}, None, id="slept, without weights"),
-        pytest.param(
-            "free", None, SIZE, {SLEEP: UNSUPPORTED, KILL: FREED}, NO_SLEEP, id="no sleep"
-        ),
-        pytest.param(
-            "free", refused, SIZE, {SLEEP: UNSUPPORTED, KILL: FREED}, "HTTP 404", id="refused"
-        ),
-        pytest.param("lie", silent, SIZE, {KILL: FREED}, None, id="no answer"),
+        ("lie", None, 30, {BALLOON: HELD, KILL: FREED}, NO_SLEEP),
+        ("free", lies, 120, {SLEEP: HELD, KILL: FREED}, None),
+        ("free", sleeps, 120, {SLEEP: FREED}, None),
+        ("free", None, SIZE, {SLEEP: UNSUPPORTED, KILL: FREED}, NO_SLEEP),
+        ("free", refused, SIZE, {SLEEP: UNSUPPORTED, KILL: FREED}, "HTTP 404"),
+        ("lie", silent, SIZE, {KILL: FREED}, None),
     ],
 )
 async def test_a_guest_gives_what_is_measured_and_is_ended_for_what_it_only_says(
@@ -194,8 +190,7 @@ async def test_a_guest_gives_what_is_measured_and_is_ended_for_what_it_only_says
 
 async def test_what_cannot_be_measured_is_not_taken_for_reclaimed(rig: MemoryGuest) -> None:
     gauge = SimpleNamespace(by=KERNEL, sees_all=True, held_bytes=lambda: None)
-    reclaimer = rig.reclaimer(gauge=lambda: gauge)
-    finished = await reclaimer.reclaim(30 * MIB, 2.0, "test")
+    finished = await rig.reclaimer(gauge=lambda: gauge).reclaim(30 * MIB, 1.0, "test")
     assert finished.levels[-1].level is KILL
     assert not finished.enough
     assert rig.process.poll() is not None
@@ -219,26 +214,20 @@ async def test_a_reclaim_that_breaks_has_killed_before(rig: MemoryGuest) -> None
     assert rig.noted()[-1]["event"] == "reclaim_broke"
 
 
-class Hangs(HostMemory):
-    """Gauge of a driver that answers too late."""
-
-    def __init__(self, group: Callable[[], int | None]) -> None:
-        super().__init__(group)
-        self.answers = threading.Event()
-
-    def held_bytes(self) -> int | None:
-        assert self.answers.wait(PATIENCE_S)
-        return super().held_bytes()
-
-
 async def test_a_driver_that_hangs_delays_no_kill(rig: MemoryGuest) -> None:
-    gauge = Hangs(lambda: rig.process.pid)
+    gauge, answers = HostMemory(lambda: rig.process.pid), threading.Event()
+
+    def held_bytes() -> int | None:
+        assert answers.wait(PATIENCE_S)
+        return rig.memory
+
+    gauge.held_bytes = held_bytes  # type: ignore[method-assign]
     reclaimer = rig.reclaimer(gauge=lambda: gauge)
     task = asyncio.create_task(reclaimer.reclaim(30 * MIB, 1.0, "test"))
     while rig.process.poll() is None:
         await asyncio.sleep(0.01)
         assert not task.done()
-    gauge.answers.set()
+    answers.set()
     finished = await task
     assert finished.levels[-1].level is KILL
 
@@ -396,50 +385,30 @@ async def test_pages_that_the_card_did_not_get_back_are_not_freed(
 
 
 @pytest.mark.parametrize(
-    ("guest", "wanted", "reached", "slept"),
+    ("guest", "wanted", "reached", "freed"),
     [
-        pytest.param(
-            {},
-            CARD_KV + CARD_WEIGHTS + CONTEXT,
-            {SLEEP: TOO_LITTLE, KILL: FREED},
-            (CARD_WEIGHTS, CARD_WEIGHTS, ""),
-            id="gives up its weights and no more",
-        ),
-        pytest.param(
-            {},
-            CARD_KV + CARD_WEIGHTS // 2,
-            {SLEEP: FREED},
-            None,
-            id="is ended without its weights",
-        ),
-        pytest.param(
-            # vLLM answers 500 when a neighbour took memory meanwhile, and its weights are gone.
-            {"sleeps": "breaks"},
-            CARD_KV + CARD_WEIGHTS // 2,
-            {SLEEP: FREED},
-            None,
-            id="is ended whatever it answered",
-        ),
-        pytest.param(
-            {"listed": False},
-            CARD_KV + GIB,
-            {SLEEP: UNSUPPORTED, KILL: FREED},
-            (0, 0, UNSEEN),
-            id="is not asked for what nobody could confirm",
-        ),
+        ({}, CARD_KV + CARD_WEIGHTS + CONTEXT, {SLEEP: TOO_LITTLE, KILL: FREED}, CARD_WEIGHTS),
+        # Without its weights it is ended. vLLM answers 500 when a neighbour took memory meanwhile.
+        ({}, CARD_KV + CARD_WEIGHTS // 2, {SLEEP: FREED}, CARD_WEIGHTS),
+        ({"sleeps": "breaks"}, CARD_KV + CARD_WEIGHTS // 2, {SLEEP: FREED}, CARD_WEIGHTS),
+        # Nobody could confirm that it sleeps.
+        ({"listed": False}, CARD_KV + GIB, {SLEEP: UNSUPPORTED, KILL: FREED}, 0),
     ],
     indirect=["guest"],
+    ids=["weights and no more", "ended without weights", "ended after an error", "unseen"],
 )
 async def test_a_guest_that_owes_more_than_its_kv_sleeps(
-    guest: CardGuest, wanted: int, reached: Levels, slept: tuple[int, int, str] | None
+    guest: CardGuest, wanted: int, reached: Levels, freed: int
 ) -> None:
     finished = await guest.reclaim(wanted)
     assert reached.items() <= outcomes(finished).items()
     assert guest.process.poll() is not None
     report = next(report for report in finished.levels if report.level is SLEEP)
-    assert slept in (None, (report.claimed_bytes, report.freed_bytes, report.why))
+    assert report.freed_bytes == freed
+    if report.outcome is TOO_LITTLE:
+        assert report.claimed_bytes == CARD_WEIGHTS
     if not guest.listed:
-        assert guest.weights == CARD_WEIGHTS
+        assert (report.why, guest.weights) == (UNSEEN, CARD_WEIGHTS)
         assert finished.freed_bytes == CARD_KV, "no more than was measured"
 
 
@@ -525,18 +494,16 @@ def test_a_process_that_lives_and_is_no_longer_listed_is_not_taken_for_freed(car
 @pytest.mark.parametrize(
     "listed",
     [
-        pytest.param(lambda pid: (), id="an empty list"),
-        pytest.param(lambda pid: ((2**22 + 1, 24 * GIB),), id="numbers of another namespace"),
-        pytest.param(lambda pid: ((pid, None),), id="its number without its memory"),
-        pytest.param(
-            lambda pid: ((pid, GIB), (2**22 + 1, 24 * GIB)), id="its number is another's there"
-        ),
+        lambda pid: (),
+        lambda pid: ((2**22 + 1, 24 * GIB),),
+        lambda pid: ((pid, None),),
+        lambda pid: ((pid, GIB), (2**22 + 1, 24 * GIB)),
     ],
+    ids=["nothing", "numbers of another namespace", "no memory", "another's number"],
 )
 def test_in_a_container_pages_count_as_far_as_the_card_has_more_free(
-    card: CardRig, listed: object
+    card: CardRig, listed: Callable[[int], Sequence[tuple[int, int | None]]]
 ) -> None:
-    assert callable(listed)
     card.lists(*listed(card.process.pid))
     assert card.held == CARD_KV
     assert (card.gauge.by, card.gauge.sees_all) == (PAGE, False)

@@ -12,6 +12,7 @@ import aiohttp
 import aiohttp.web
 import numpy as np
 import pytest
+from node_bench import tensors
 
 from rose.contract.weights import UpdateApplied
 from rose.errors import RefusedError
@@ -46,12 +47,16 @@ from weight_transfer.format.signing import SIGNATURE_BYTES
 from weight_transfer.serve import Signer
 
 KEY = SigningKey.generate()
-
-
-def tensors(version: int) -> dict[str, TensorBits]:
-    bits = np.arange(4_096, dtype=np.uint16)
-    bits[::7] += np.uint16(version)
-    return {"w": TensorBits("w", "bfloat16", (64, 64), bits)}
+REPORT: dict[str, Any] = {
+    "version": 2,
+    "digest_ok": True,
+    "probe_ok": True,
+    "probe_max_abs_diff": 0.0,
+    "pause_s": 0.1,
+    "apply_s": 0.1,
+    "wire_bytes": 1,
+    "changed_elements": 1,
+}
 
 
 class ReceivingEngine:
@@ -74,16 +79,7 @@ class ReceivingEngine:
         except WeightError as error:
             raise RefusedError(str(error)) from error
         self.receiver.commit(staged)
-        return UpdateApplied(
-            version=staged.version,
-            changed_elements=1,
-            wire_bytes=staged.wire_bytes,
-            pause_s=0.0,
-            apply_s=0.0,
-            digest_ok=True,
-            probe_ok=True,
-            probe_max_abs_diff=0.0,
-        )
+        return UpdateApplied(**REPORT | {"version": staged.version})
 
 
 class UpdatesCase:
@@ -398,16 +394,6 @@ async def replica(case: UpdatesCase) -> AsyncIterator[Answering]:
 
 
 UNPROVEN = {"error": {"type": "unproven", "message": "version 2 broke off"}, "version": None}
-REPORT = {
-    "version": 2,
-    "digest_ok": True,
-    "probe_ok": True,
-    "probe_max_abs_diff": 0.0,
-    "pause_s": 0.1,
-    "apply_s": 0.1,
-    "wire_bytes": 1,
-    "changed_elements": 1,
-}
 
 
 @pytest.mark.parametrize(

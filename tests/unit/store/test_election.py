@@ -75,10 +75,8 @@ def test_one_that_finds_a_leader_follows_it_and_looks_again() -> None:
 
 @pytest.mark.parametrize(
     ("term", "at_s"),
-    [
-        pytest.param(None, 100.0, id="lost"),
-        pytest.param(41, 101.8, id="that nobody answered in time"),
-    ],
+    [(None, 100.0), (41, 101.8)],
+    ids=["lost", "answered too late"],
 )
 def test_a_campaign_that_is_not_won_gives_its_lease_up(term: int | None, at_s: float) -> None:
     election = stepped(Seen(None), LeaseGiven(7, 100.0))
