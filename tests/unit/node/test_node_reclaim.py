@@ -174,7 +174,7 @@ async def test_a_guest_gives_what_is_measured_and_is_ended_for_what_it_only_says
 ) -> None:
     rig.kv_word = kv_word
     asleep = sleep and partial(sleep, rig)
-    finished = await rig.reclaimer(asleep).reclaim(wanted * MIB, 8.0, "test")
+    finished = await rig.reclaimer(asleep).reclaim(wanted * MIB, 4.0, "test")
     assert reached.items() <= outcomes(finished).items()
     assert finished.levels[-1].level is list(reached)[-1]
     assert (finished.enough, finished.in_time, rig.memory) == (True, True, 0)
