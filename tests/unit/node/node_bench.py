@@ -10,11 +10,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import aiohttp
 import numpy as np
 
 from bench.demo.faulty_trainer import CorruptPublisher, CorruptServer
 from elastic_scheduler import HarvestMode
-from executor import ControlPage
+from executor import ControlPage, Grant
 from rose.addresses import free_port
 from rose.engines import EngineSpec, launch
 from rose.logs.eventlog import EventLog
@@ -167,6 +168,20 @@ class NodeBench:
                 return found
         except TimeoutError:
             raise AssertionError(f"never {what}: {await self.row()}\n{self._story()}") from None
+
+    async def until_granted(self, what: str, holds: Callable[[Grant], bool]) -> Grant:
+        async def held() -> Grant | None:
+            grant = self.page.grant.peek()
+            return grant if grant is not None and holds(grant) else None
+
+        return await self.awaited(what, held)
+
+    async def scraped(self, word: str) -> list[str]:
+        """Return the samples of the node's /metrics that have a word."""
+        url = f"http://127.0.0.1:{self.settings['metrics_port']}/metrics"
+        async with aiohttp.ClientSession() as http, http.get(url) as answer:
+            lines = (await answer.text()).splitlines()
+        return [line for line in lines if word in line and not line.startswith("#")]
 
     @asynccontextmanager
     async def running(self, node: NodeDaemon | None = None) -> AsyncIterator[NodeDaemon]:

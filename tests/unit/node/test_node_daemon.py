@@ -4,7 +4,6 @@ import os
 import signal
 from pathlib import Path
 
-import aiohttp
 import pytest
 from node_bench import NodeBench
 
@@ -112,12 +111,7 @@ async def test_an_engine_that_never_admits_is_replaced(
 
 async def test_metrics_are_served_beside_the_daemon(bench: NodeBench) -> None:
     await bench.until("leased", lambda row: row.leased)
-    port = bench.settings["metrics_port"]
-    async with (
-        aiohttp.ClientSession() as http,
-        http.get(f"http://127.0.0.1:{port}/metrics") as answer,
-    ):
-        text = await answer.text()
+    text = "\n".join(await bench.scraped(""))
     assert 'rose_engine_state{replica="r0",state="healthy"} 1.0' in text
     assert 'rose_engine_starts_total{how="started",replica="r0"} 1.0' in text
     assert 'share="plain"' in text or 'share="nice"' in text

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -239,7 +238,7 @@ def test_a_process_is_not_taken_for_another_of_its_number(group: int) -> None:
     assert ProcessIdentity.of(group) is None, "a zombie runs nothing"
 
 
-LOOKS = 20
+LOOKS = 12
 
 
 stoppable = pytest.mark.parametrize("bench", [{"orphan_s": 20.0, "files": ["core"]}], indirect=True)
@@ -294,12 +293,9 @@ async def test_a_guest_without_its_core_gets_no_turns_and_another_one_comes(
 
 async def warming(bench: NodeBench) -> Grant:
     """Return the guest's grant for its warm-up."""
-
-    async def grant() -> Grant | None:
-        found = bench.page.grant.peek()
-        return found if found is not None and found.reason == FreezeReason.WARM_UP else None
-
-    return await bench.awaited("a grant to warm up", grant)
+    return await bench.until_granted(
+        "a grant to warm up", lambda grant: grant.reason == FreezeReason.WARM_UP
+    )
 
 
 async def test_a_cold_guest_is_not_offered_but_may_run_in_host_idle_time(bench: NodeBench) -> None:
@@ -431,15 +427,9 @@ async def test_a_guest_that_starts_has_a_grant_to_do_so_in_host_idle_time(bench:
 async def test_what_a_guest_holds_is_asked_of_its_driver(bench: NodeBench) -> None:
     bench.spawn()
     await bench.until("leased", lambda row: row.healthy and row.leased)
-    port = bench.settings["metrics_port"]
     bench.page.guest.write(GuestState(bytes_mapped=1 << 30, heartbeat_ns=time.monotonic_ns()))
     await asyncio.sleep(0.2)
-
-    def scrape() -> list[str]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-            return [line for line in answer.read().decode().splitlines() if "memory_bytes{" in line]
-
-    (line,) = await asyncio.to_thread(scrape)
+    (line,) = await bench.scraped("memory_bytes{")
     # The stand-in's list does not have the engine, so what it says itself is all there is.
     assert "measured_by=\"the guest's page" in line
     assert float(line.split()[-1]) == 1 << 30

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from node_bench import NodeBench
 
@@ -39,20 +38,13 @@ async def test_a_guest_is_leased_granted_and_updated_on_a_full_disk(
     await asyncio.sleep(0.3)
     assert bench.page.grant.read().heartbeat_ns > first, "grants go on being written"
     assert daemon.poll() is None
-    exposed = await scraped(bench)
+    (dropped,) = await bench.scraped("rose_log_dropped_records_total ")
     daemon.terminate()
     assert await asyncio.to_thread(daemon.wait, PATIENCE_S) == 0
-    dropped = next(line for line in exposed if line.startswith("rose_log_dropped_records_total"))
     assert float(dropped.split()[1]) > 0
     said = (tmp_path / "daemon.log").read_text()
     for name in LOGS[:2]:
         assert said.count(f"{name} cannot be written") == 1, "it is said once"
-
-
-async def scraped(bench: NodeBench) -> list[str]:
-    url = f"http://127.0.0.1:{bench.settings['metrics_port']}/metrics"
-    async with aiohttp.ClientSession() as session, session.get(url) as response:
-        return (await response.text()).splitlines()
 
 
 BENCH = {"kind": "dedicated"}
@@ -86,7 +78,7 @@ async def test_a_task_that_dies_is_started_again_and_the_node_goes_on(
         await bench.until("leased", lambda row: row.leased and row.healthy)
         await bench.publish(1)
         await bench.until("updated", lambda row: row.policy_version == 1)
-        exposed = [line for line in await scraped(bench) if line.startswith("rose_task_")]
+        exposed = await bench.scraped("rose_task_")
     assert len(bench.noted("task_died")) == 6
     assert any(line.endswith(" 6.0") and "restarts_total" in line for line in exposed)
     assert all(line.endswith(" 1.0") for line in exposed if "running" in line)

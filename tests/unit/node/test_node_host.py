@@ -53,7 +53,7 @@ Counts = tuple[tuple[int, int, int], tuple[int, int, int]]
 @pytest.mark.parametrize(
     ("ttft_s", "pages", "counted"),
     [
-        # Requests of before the first scrape do not count; then 2 missed TTFT and 2 TPOT: 4 at worst.
+        # No request of before the first scrape; then 2 missed TTFT and 2 TPOT: 4 at worst.
         (0.5, [((0, 0, 9), (0, 0, 9)), ((8, 8, 19), (7, 8, 19))], (6, 4)),
         # Another 3 missed both: 3 at most.
         (0.5, [((0,) * 3, (0,) * 3), ((8, 8, 10), (7, 8, 10)), ((8, 8, 13), (7, 8, 13))], (6, 7)),

@@ -13,6 +13,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from executor import Grant, GrantMode, GuestState, HostState
+from rose import addresses
 from rose.addresses import free_port
 from rose.errors import ConfigError
 from rose.node.guest.memory_gauges import HeldMemory
@@ -204,7 +205,8 @@ def test_a_replica_that_is_gone_leaves_no_series_and_a_placement_no_old_one() ->
     assert collected(made)["rose_weights_rejected_total,g0,engine"] == 0
 
 
-async def test_a_busy_port_is_named(metrics: NodeMetrics) -> None:
+async def test_a_busy_port_is_named(metrics: NodeMetrics, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses.bound, "__defaults__", (0.1,))
     port = free_port()
     await metrics.serve(port)
     with pytest.raises(ConfigError, match=f"metrics_port {port}"):

@@ -1,12 +1,11 @@
 """With the control plane up a stop ends a node's guest each time, proved by what is measured."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 from node_bench import NodeBench
 
-from executor import FreezeReason, Grant
+from executor import FreezeReason
 from executor.kv.lending import LEAST_CAP
 from executor.kv.shrink_plan import NO_CAP
 from rose.process.child import group_alive
@@ -82,25 +81,17 @@ async def test_turns_that_are_not_handed_back_do_not_outlive_the_deadline(bench:
     assert bench.noted("engine_reclaimed")[0]["reason"] == "harvest is off"
 
 
-async def granted(bench: NodeBench, what: str, holds: Callable[[Grant], bool]) -> None:
-    async def held() -> Grant | None:
-        grant = bench.page.grant.peek()
-        return grant if grant is not None and holds(grant) else None
-
-    await bench.awaited(what, held)
-
-
 async def test_caps_of_a_policy_reach_the_grant_and_silence_ends_it(bench: NodeBench) -> None:
     bench.spawn()
     await bench.until("leased", lambda row: row.leased and row.healthy)
-    await granted(bench, "uncapped", lambda grant: grant.kv_granule_cap == NO_CAP)
+    await bench.until_granted("uncapped", lambda grant: grant.kv_granule_cap == NO_CAP)
     said = {"name": "p", "mode": "Active", "maxHarvest": {"memory": "1Ki"}, "staleAfter": "2s"}
     await bench.stub.ApplyPolicy(pb.ApplyPolicyRequest(policy=json.dumps(said)))
-    await granted(bench, "capped", lambda grant: grant.kv_granule_cap == LEAST_CAP)
+    await bench.until_granted("capped", lambda grant: grant.kv_granule_cap == LEAST_CAP)
     assert (await bench.row() or pb.Replica()).leased
     del said["maxHarvest"]
     await bench.stub.ApplyPolicy(pb.ApplyPolicyRequest(policy=json.dumps(said)))
-    await granted(bench, "free again", lambda grant: grant.kv_granule_cap == NO_CAP)
+    await bench.until_granted("free again", lambda grant: grant.kv_granule_cap == NO_CAP)
     await bench.server.stop(0)
-    await granted(bench, "cut off", lambda grant: grant.reason == FreezeReason.CUT_OFF)
-    await granted(bench, "without memory", lambda grant: grant.kv_granule_cap == LEAST_CAP)
+    await bench.until_granted("cut off", lambda grant: grant.reason == FreezeReason.CUT_OFF)
+    await bench.until_granted("without memory", lambda grant: grant.kv_granule_cap == LEAST_CAP)

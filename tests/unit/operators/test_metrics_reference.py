@@ -1,5 +1,7 @@
 """The metrics reference is what the registries have, in few series, and says what bounds them."""
 
+from typing import Any
+
 import pytest
 from operator_files import ROOT, script
 
@@ -30,36 +32,23 @@ def test_no_label_holds_what_grows_without_end() -> None:
     assert used == set(reference.LABELS), "LABELS explains each label that is used, and no other"
 
 
-def test_a_node_keeps_within_its_series() -> None:
-    def series(replicas: int) -> int:
-        return int(reference.series(reference.text_of(reference.node_metrics(replicas).registry)))
-
-    own = series(0)
-    assert own <= 40
-    assert series(8) - own <= 8 * (reference.PER_GUEST + reference.PER_HOST)
+def series(metrics: Any) -> int:
+    return int(reference.series(reference.text_of(metrics.registry)))
 
 
-def test_a_scheduler_and_a_gateway_keep_within_their_series() -> None:
-    def series(nodes: int, jobs: int) -> int:
-        metrics = reference.scheduler_metrics(nodes, jobs)
-        return int(reference.series(reference.text_of(metrics.registry)))
-
-    own = series(0, 0)
+def test_each_process_keeps_within_its_series() -> None:
+    node = [series(reference.node_metrics(replicas)) for replicas in (0, 8)]
+    assert node[0] <= 40
+    assert node[1] - node[0] <= 8 * (reference.PER_GUEST + reference.PER_HOST)
+    own = series(reference.scheduler_metrics(0, 0))
     assert own <= 200
-    assert series(100, 0) - own <= 100 * reference.PER_NODE
-    assert series(0, 10) - own <= 10 * reference.PER_JOB
-    of_gateway = reference.series(reference.gateway_text(100)) - reference.series(
-        reference.gateway_text(0)
-    )
-    assert of_gateway <= 100 * reference.PER_REPLICA
-
-
-def test_a_relay_keeps_within_its_series() -> None:
-    def series(jobs: int) -> int:
-        return int(reference.series(reference.text_of(reference.relay_metrics(jobs).registry)))
-
-    assert series(0) <= 40
-    assert series(10) - series(0) == 2 * 10
+    assert series(reference.scheduler_metrics(100, 0)) - own <= 100 * reference.PER_NODE
+    assert series(reference.scheduler_metrics(0, 10)) - own <= 10 * reference.PER_JOB
+    gateway = [reference.series(reference.gateway_text(replicas)) for replicas in (0, 100)]
+    assert gateway[1] - gateway[0] <= 100 * reference.PER_REPLICA
+    relay = [series(reference.relay_metrics(jobs)) for jobs in (0, 10)]
+    assert relay[0] <= 40
+    assert relay[1] - relay[0] == 2 * 10
 
 
 def test_what_no_example_reaches_is_an_error() -> None:

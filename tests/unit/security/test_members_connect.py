@@ -1,6 +1,5 @@
 """Every kind of member reaches a scheduler with its certificate, as the process that it is."""
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -20,7 +19,6 @@ from rose.operate.client import SchedulerClient
 from rose.rpc import rose_pb2 as pb
 from rose.security import CertificateFiles, Role
 from rose.security.audit_log import audit_file, verify
-from rose.security.certificates import add_certificate_options, taken_certificates
 from rose.weight_distribution.weight_publisher import trainers_channel
 from tests.harness.certificates import Certificates
 from tests.harness.waiting import PATIENCE_S, until_async
@@ -163,11 +161,3 @@ def test_a_node_bears_the_name_of_its_certificate(cluster: Certificates, tmp_pat
         load(node="n1")
     with pytest.raises(ConfigError, match="all three or none"):
         load(certificates={"ca": ca})
-
-
-def test_options_without_certificates_are_none() -> None:
-    parser = argparse.ArgumentParser()
-    add_certificate_options(parser)
-    options = vars(parser.parse_args([]))
-    assert taken_certificates(options) is None
-    assert options == {}
