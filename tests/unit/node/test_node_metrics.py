@@ -105,7 +105,7 @@ HOST_SHOWN = {
     "rose_host_reserve_missing_granules,": 0,
     "rose_host_kv_usage,": 0.25,
 }
-EVENTS = [
+EVENTS: list[tuple[str, dict[str, object]]] = [
     ("grant", {"replica": "g0", "mode": "run", "reason": "leased"}),
     ("grant", {"replica": "g0", "mode": "freeze", "reason": "host_dead"}),
     ("grant", {"replica": "g0", "mode": "kill", "reason": "kill_switch"}),

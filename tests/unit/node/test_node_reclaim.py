@@ -111,8 +111,8 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[MemoryGuest]
 
 
 Levels = dict[ReclaimLevel, ReclaimOutcome]
-FREEZE, BALLOON, _, SLEEP, KILL = ReclaimLevel
-FREED, TOO_LITTLE, HELD, _, UNSUPPORTED = ReclaimOutcome
+FREEZE, BALLOON, _kv, SLEEP, KILL = ReclaimLevel
+FREED, TOO_LITTLE, HELD, _late, UNSUPPORTED = ReclaimOutcome
 
 
 def outcomes(finished: Finished) -> Levels:
