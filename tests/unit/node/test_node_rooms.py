@@ -66,18 +66,17 @@ pytestmark = pytest.mark.usefixtures("standins")
 
 
 @pytest.fixture
-async def running(bench: RoomsBench) -> AsyncIterator[RoomsBench]:
+async def running(bench: RoomsBench) -> AsyncIterator[None]:
     gpus = Gpus(lambda: StandInReader(replace(CARD, uuid=GPU)))
     async with bench.running(NodeDaemon(bench.config, gpus)):
-        yield bench
+        yield
 
 
 def both_leased(rows: dict[str, pb.Replica]) -> bool:
     return len(rows) == 2 and all(row.leased for row in rows.values())
 
 
-async def test_each_host_has_a_guest_that_goes_with_it(running: RoomsBench) -> None:
-    bench = running
+async def test_each_host_has_a_guest_that_goes_with_it(bench: RoomsBench, running: None) -> None:
     for name in "ab":
         bench.host(name)
     rows = await bench.rows("both leased", both_leased)
@@ -130,9 +129,8 @@ async def test_turns_of_other_machines_reach_each_guest_by_its_name(
 
 
 async def test_a_page_that_is_cut_short_ends_its_guest_and_nothing_else(
-    running: RoomsBench,
+    bench: RoomsBench, running: None
 ) -> None:
-    bench = running
     for name in "ab":
         bench.host(name)
     await bench.rows("both leased", both_leased)
@@ -150,8 +148,9 @@ async def test_a_page_that_is_cut_short_ends_its_guest_and_nothing_else(
     del bench.hosts["a"]
 
 
-async def test_two_hosts_on_one_gpu_are_watched_and_have_no_guest(running: RoomsBench) -> None:
-    bench = running
+async def test_two_hosts_on_one_gpu_are_watched_and_have_no_guest(
+    bench: RoomsBench, running: None
+) -> None:
     for name in "ab":
         bench.host(name, GPU)
     await bench.until_noted("host_without_guest", times=2)
@@ -163,9 +162,8 @@ async def test_two_hosts_on_one_gpu_are_watched_and_have_no_guest(running: Rooms
 
 
 async def test_a_second_daemon_leaves_hosts_of_the_first_alone(
-    running: RoomsBench, tmp_path: Path
+    bench: RoomsBench, running: None, tmp_path: Path
 ) -> None:
-    bench = running
     bench.host("a")
     await bench.rows("leased", lambda rows: [row.leased for row in rows.values()] == [True])
     said = bench.config.model_dump() | {"run_dir": tmp_path / "r2", "log_dir": tmp_path / "l2"}
