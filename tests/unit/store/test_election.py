@@ -39,7 +39,7 @@ from rose.store.election import (
     address_of,
 )
 from tests.fakes.memory_store import InMemoryStore
-from tests.harness.waiting import PATIENCE_S
+from tests.harness.waiting import PATIENCE_S, until_async
 
 ME = Candidate("h:1", "x")
 
@@ -166,9 +166,7 @@ class Contender:
             self.leads.clear()
 
     async def until(self, leads: bool) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while self.leads.is_set() != leads:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until_async(lambda: self.leads.is_set() == leads, PATIENCE_S, f"leads: {leads}")
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -197,9 +195,7 @@ async def test_a_leader_that_stops_is_followed_at_once_by_another() -> None:
     one = Contender(store, "one:1", loop.time)
     await one.until(leads=True)
     other = Contender(store, "other:1", loop.time)
-    async with asyncio.timeout(PATIENCE_S):
-        while other.leadership.address != "one:1":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_async(lambda: other.leadership.address == "one:1", PATIENCE_S, "it follows")
     assert not other.leads.is_set()
     await one.stop()
     assert not one.leadership.leads()
