@@ -1,6 +1,6 @@
 """A scheduler core with a hand-turned clock, and shorthands for what it is told and says."""
 
-from elastic_scheduler import HarvestMode, Offer, ReplicaKind, make_policy
+from elastic_scheduler import HarvestMode, Offer, Policy, ReplicaKind, make_policy
 from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.job_registry import with_standing
 from rose.scheduler.core.leasing import LeaseTimes
@@ -141,11 +141,12 @@ class CoreBench:
         return found
 
 
-def bench_with(policy: str) -> CoreBench:
-    """Return a bench with a job and a node, whose scheduler leases by this policy."""
+def bench_with(policy: str | Policy | None = None) -> CoreBench:
+    """Return a bench with a job and a node, whose scheduler leases by a policy or by its name."""
     bench = CoreBench()
     times = LeaseTimes(5.0, 1.0, 1.0)
-    bench.core = SchedulerCore(load(()), HarvestMode.ACTIVE, times, make_policy(policy))
+    chosen = make_policy(policy) if isinstance(policy, str) else policy
+    bench.core = SchedulerCore(load(()), HarvestMode.ACTIVE, times, chosen)
     bench.with_job()
     bench.attach()
     return bench

@@ -7,20 +7,20 @@ import math
 import grpc
 import grpc.aio
 import pytest
-from core_cases import JOB, CoreBench, offer
+from core_cases import JOB, CoreBench, bench_with, offer
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 from service_cases import Bench, FakeNode
 
-from elastic_scheduler import HarvestMode, LeaseDecision, Move, ReplicaKind, Situation, make_policy
+from elastic_scheduler import LeaseDecision, Move, ReplicaKind, Situation
 from rose.errors import ConfigError, RefusedError
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler import SchedulerCore, wire
+from rose.scheduler import wire
 from rose.scheduler.core.demand import GATEWAYS_KEPT, REPORT_TTL_S, DemandBook, JobFigures, Switched
 from rose.scheduler.core.job_registry import MAX_VERSION_LEAD, TOLD_VERSIONS
-from rose.scheduler.core.leasing import BROKEN_PAUSE_S, LeaseTimes
+from rose.scheduler.core.leasing import BROKEN_PAUSE_S
 from rose.scheduler.core.messages import (
     Attached,
     Demanded,
@@ -30,7 +30,6 @@ from rose.scheduler.core.messages import (
     VersionAnnounced,
 )
 from rose.scheduler.core.scheduler_core import MOST_A_MINUTE, Complaints
-from rose.scheduler.persistence import load
 from tests.fuzz import target_scheduler as target
 from tests.fuzz.target_scheduler import UNARY
 from tests.harness.waiting import PATIENCE_S
@@ -82,15 +81,6 @@ def _values(field: FieldDescriptor) -> st.SearchStrategy[object]:
 
 
 WHOLE = {"replica": "g0", "kind": 1, "url": "http://g0", "ttl_s": 3.0, "healthy": True}
-
-
-def bench_with(policy: object = None) -> CoreBench:
-    bench = CoreBench()
-    times = LeaseTimes(5.0, 1.0, 1.0)
-    bench.core = SchedulerCore(load(bench.store.entries), HarvestMode.ACTIVE, times, policy)  # type: ignore[arg-type]
-    bench.with_job()
-    bench.attach()
-    return bench
 
 
 def taken(bench: CoreBench, message: Message) -> bool:
@@ -165,7 +155,7 @@ def test_a_rate_that_is_no_number_gives_no_guest_back() -> None:
 
 
 def test_no_switch_can_have_taken_longer_than_its_lease_lives() -> None:
-    bench = bench_with(make_policy("rose"))
+    bench = bench_with("rose")
     bench.offered(offer("g0"))
     bench.now_s += 2.0
     bench.step(Demanded("anyone", (), (Switched("g0", 1, 1e12),)))
@@ -176,33 +166,66 @@ def test_no_switch_can_have_taken_longer_than_its_lease_lives() -> None:
     assert "first_token" in bench.records(), "a forged one does not take the place of the real one"
 
 
-@pytest.mark.parametrize("took_s", [math.nan, math.inf, -1.0])
-def test_a_report_with_a_switch_that_is_no_duration_is_refused(took_s: float) -> None:
-    report = pb.DemandReport(gateway="g", switches=[pb.Switch(replica="g0", took_s=took_s)])
-    with pytest.raises(ConfigError, match=r"Switch.took_s"):
-        wire.demanded(report)
+BAD = (math.nan, math.inf, -1.0)
 
 
-@pytest.mark.parametrize("field", ["owed_tokens", "made_tok_s"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1e300])
-def test_a_report_of_demand_that_is_no_figure_is_refused(field: str, value: float) -> None:
-    report = pb.DemandReport(gateway="g", jobs=[pb.JobDemand(job="j", **{field: value})])
-    with pytest.raises(ConfigError, match=field):
-        wire.demanded(report)
+def reported(**said: object) -> Message:
+    return pb.NodeReport(node="n", **said)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_telemetry_that_is_no_figure_is_refused(value: float) -> None:
-    host = pb.HostTelemetry(ttft_p95_s=value)
-    for told in (pb.Telemetry(host=host), pb.Telemetry(hosts=[host])):
-        with pytest.raises(ConfigError, match="ttft_p95_s"):
-            wire.event_of(pb.NodeReport(node="n", telemetry=told), 1)
+def demanded(**said: object) -> Message:
+    return pb.DemandReport(gateway="g", **said)  # type: ignore[arg-type]
 
 
-def test_telemetry_of_too_many_hosts_is_refused() -> None:
-    told = pb.Telemetry(hosts=[pb.HostTelemetry()] * 65)
-    with pytest.raises(ConfigError, match="hosts of a node's telemetry: 65"):
-        wire.event_of(pb.NodeReport(node="n", telemetry=told), 1)
+@pytest.mark.parametrize(
+    ("words", "reports"),
+    [
+        (
+            r"Switch.took_s",
+            [demanded(switches=[pb.Switch(replica="g0", took_s=bad)]) for bad in BAD],
+        ),
+        (
+            "owed_tokens",
+            [demanded(jobs=[pb.JobDemand(job="j", owed_tokens=bad)]) for bad in (*BAD, 1e300)],
+        ),
+        (
+            "made_tok_s",
+            [demanded(jobs=[pb.JobDemand(job="j", made_tok_s=bad)]) for bad in (*BAD, 1e300)],
+        ),
+        (
+            "ttft_p95_s",
+            [
+                reported(telemetry=telemetry)
+                for host in [pb.HostTelemetry(ttft_p95_s=bad) for bad in BAD]
+                for telemetry in (pb.Telemetry(host=host), pb.Telemetry(hosts=[host]))
+            ],
+        ),
+        (
+            "hosts of a node's telemetry: 65",
+            [reported(telemetry=pb.Telemetry(hosts=[pb.HostTelemetry()] * 65))],
+        ),
+        ("at most", [demanded(jobs=[pb.JobDemand(job=f"j{i}", turns=1) for i in range(300)])]),
+        (
+            "at most",
+            [
+                reported(
+                    offers=pb.Offers(
+                        offers=[pb.Offer(**{**WHOLE, "replica": f"r{i}"}) for i in range(300)]
+                    )
+                )
+            ],
+        ),
+    ],
+    ids=["switch", "owed", "made", "telemetry", "hosts", "jobs", "offers"],
+)
+def test_a_report_with_bad_figures_or_too_many_rows_is_refused(
+    words: str, reports: list[Message]
+) -> None:
+    for report in reports:
+        with pytest.raises(ConfigError, match=words):
+            wire.demanded(report) if isinstance(report, pb.DemandReport) else wire.event_of(
+                report, 1
+            )
 
 
 # ---- versions and addresses ----
@@ -336,15 +359,6 @@ def test_a_policy_that_breaks_rests_and_live_leases_go_on() -> None:
 
 
 # ---- numbers of things ----
-
-
-def test_a_report_is_bounded_in_number() -> None:
-    jobs = [pb.JobDemand(job=f"j{i}", turns=1) for i in range(300)]
-    with pytest.raises(ConfigError, match="at most"):
-        wire.demanded(pb.DemandReport(gateway="g", jobs=jobs))
-    offers = [pb.Offer(**{**WHOLE, "replica": f"r{i}"}) for i in range(300)]
-    with pytest.raises(ConfigError, match="at most"):
-        wire.event_of(pb.NodeReport(node="n", offers=pb.Offers(offers=offers)), 1)
 
 
 def test_gateways_are_bounded_in_number_and_forgotten_without_any_job() -> None:

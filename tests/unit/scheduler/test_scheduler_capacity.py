@@ -71,6 +71,14 @@ def closed() -> CoreBench:
     return CoreBench(HarvestMode.OFF).with_job()
 
 
+def lending(**said: object) -> CoreBench:
+    """Return a scheduler with a job, a policy of these fields and a node that confirms orders."""
+    bench = closed()
+    apply(bench, **said)
+    attach_obeying(bench)
+    return bench
+
+
 def test_a_policy_opens_the_harvest_and_another_closes_it_live() -> None:
     bench = closed()
     assert modes(attach(bench)) == [pb.HARVEST_MODE_OFF]
@@ -93,9 +101,7 @@ def test_a_policy_opens_the_harvest_and_another_closes_it_live() -> None:
 
 
 def test_advice_says_bytes_and_compute() -> None:
-    bench = closed()
-    apply(bench, mode="Advisory", maxHarvest={"memory": "1Gi"})
-    attach(bench)
+    bench = lending(mode="Advisory", maxHarvest={"memory": "1Gi"})
     host = pb.HostTelemetry(node="n0", busy_share=0.25)
     guest = pb.GuestTelemetry(replica="g0", lend_bytes=4 << 30)
     bench.step(RatesMeasured(1, pb.Telemetry(host=host, guests=[guest])))
@@ -112,9 +118,7 @@ def test_advice_says_bytes_and_compute() -> None:
 
 
 def test_no_figure_of_a_node_breaks_what_operators_ask() -> None:
-    bench = closed()
-    apply(bench, mode="Advisory")
-    attach(bench)
+    bench = lending(mode="Advisory")
     guests = [pb.GuestTelemetry(replica=f"g{n}", lend_bytes=2**64 - 1) for n in range(3)]
     bench.step(RatesMeasured(1, pb.Telemetry(guests=guests)))
     bench.at(bench.now_s + 1.0).at(bench.now_s + 2.0)
@@ -159,9 +163,7 @@ def test_labels_choose_the_nodes() -> None:
 
 
 def test_the_operators_stop_holds_above_policies_and_resume_adds_none() -> None:
-    bench = closed()
-    apply(bench)
-    attach(bench)
+    bench = lending()
     bench.offered()
     bench.step(HarvestSet(HarvestMode.OFF, None, opens=False))
     assert bench.answer() == 1
@@ -230,9 +232,7 @@ def test_policies_and_a_halted_canary_survive_a_restart() -> None:
 
 
 def test_a_node_is_held_for_the_one_of_its_hosts_that_burns_its_budget() -> None:
-    bench = closed()
-    apply(bench)
-    attach(bench)
+    bench = lending()
     for minute in range(61):
         bench.now_s += 60.0
         bench.step(Offered(1, (offer(ttl_s=10.0, epoch=minute),)))
@@ -247,9 +247,7 @@ def test_a_node_is_held_for_the_one_of_its_hosts_that_burns_its_budget() -> None
 
 
 def test_a_blackout_begins_and_ends_by_the_wall_clock_that_is_handed_in() -> None:
-    bench = closed()
-    apply(bench, blackoutWindows=[{"from": "22:00", "to": "23:00", "timeZone": "UTC"}])
-    attach(bench)
+    bench = lending(blackoutWindows=[{"from": "22:00", "to": "23:00", "timeZone": "UTC"}])
     assert modes(bench.commands()) == [pb.HARVEST_MODE_HOLD_AND_DRAIN], "the time is not known yet"
     bench.now_s += 2.0
     bench.step(Tick(NOON_S))
@@ -260,9 +258,7 @@ def test_a_blackout_begins_and_ends_by_the_wall_clock_that_is_handed_in() -> Non
 
 
 def test_advice_is_logged_and_shown_and_nothing_is_done() -> None:
-    bench = closed()
-    apply(bench, mode="Advisory")
-    attach(bench)
+    bench = lending(mode="Advisory")
     assert "capacity_advice" in bench.records()
     bench.offered()
     assert "lease" not in bench.kinds()
@@ -272,17 +268,13 @@ def test_advice_is_logged_and_shown_and_nothing_is_done() -> None:
 
 
 def test_a_quota_bounds_the_guests_of_a_job() -> None:
-    bench = closed()
-    apply(bench, tenants=[{"job": "grpo", "maxGuests": 1}])
-    attach(bench)
+    bench = lending(tenants=[{"job": "grpo", "maxGuests": 1}])
     bench.offered(offer("g0"), offer("g1"))
     assert [each.replica for each in bench.core._leasing.leases()] == ["g0"]
 
 
 def test_a_policys_cooldown_is_kept_after_a_revocation() -> None:
-    bench = closed()
-    apply(bench, cooldown="30s")
-    attach(bench)
+    bench = lending(cooldown="30s")
     bench.offered()
     bench.step(TakenBack(1, "g0", 1, "pressure"))
     bench.now_s += 5.0
@@ -367,9 +359,7 @@ def confirmed_s(bench: CoreBench) -> float | None:
 
 
 def test_a_stop_is_confirmed_with_its_time_and_each_stop_anew() -> None:
-    bench = closed()
-    apply(bench)
-    attach_obeying(bench)
+    bench = lending()
     for took_s in (0.04, 0.25):
         told = stop(bench)
         assert (told.mode, confirmed_s(bench)) == (pb.HARVEST_MODE_OFF, None)
@@ -379,9 +369,7 @@ def test_a_stop_is_confirmed_with_its_time_and_each_stop_anew() -> None:
 
 
 def test_a_word_about_an_earlier_order_confirms_nothing() -> None:
-    bench = closed()
-    apply(bench)
-    attach_obeying(bench)
+    bench = lending()
     first = stop(bench)
     again = stop(bench)
     assert again.order > first.order
@@ -423,9 +411,7 @@ def test_a_confirmation_is_read_from_the_wire() -> None:
 
 
 def test_a_full_kv_cache_is_a_limit_with_its_figures() -> None:
-    bench = closed()
-    apply(bench, watermarks={"high": 0.8, "low": 0.7})
-    attach_obeying(bench)
+    bench = lending(watermarks={"high": 0.8, "low": 0.7})
     for share, limits in ((0.83, ["watermarks.high (kv 83% > 80%) (p)"]), (0.8, [])):
         host = pb.HostTelemetry(node="n0", kv_share=share)
         bench.step(RatesMeasured(1, pb.Telemetry(host=host)))
