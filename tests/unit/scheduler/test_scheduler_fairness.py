@@ -40,7 +40,6 @@ from rose.scheduler.core.messages import (
 )
 from rose.scheduler.core.scheduler_core import TABLE_INTERVAL_S, SchedulerCore
 from rose.scheduler.persistence import load
-from rose.scheduler.wire import demanded
 from tests.fakes.memory_store import InMemoryStore
 
 SWITCH_S = 1.0
@@ -253,11 +252,6 @@ def test_what_a_switch_took_decides_over_the_next_one(took_s: float, is_taken: b
     bench.offered(offer("g0", epoch=1), offer("g1"))
     leases = [lease.replica for lease in bench.core.status(bench.now_s).leases]
     assert leases == (["g0", "g1"] if is_taken else ["g0"])
-
-
-def test_a_switch_is_read_as_it_is_sent() -> None:
-    report = pb.DemandReport(gateway="gw", switches=[pb.Switch(replica="g0", epoch=4, took_s=2.25)])
-    assert demanded(report) == Demanded("gw", (), (Switched("g0", 4, 2.25),))
 
 
 # ---- compared ----

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from core_cases import JOB, CoreBench, offer
+from core_cases import JOB, CoreBench, bench_with, offer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from elastic_scheduler import Offer, ReplicaKind
 from rose.errors import ConfigError, RefusedError, RunFencedError, RunHeldError
 from rose.main.scheduler import standing_jobs
 from rose.rpc import rose_pb2 as pb
-from rose.scheduler.core.demand import PAUSE_S, REPORT_TTL_S, DemandBook, JobFigures
+from rose.scheduler.core.demand import PAUSE_S, REPORT_TTL_S, DemandBook, JobFigures, Switched
 from rose.scheduler.core.messages import (
     Command,
     Demanded,
@@ -527,14 +527,6 @@ NONE = JobFigures("")
 MUCH = JobFigures("", 200, 1e5, 400.0)
 
 
-def bench_with(*offers: Offer) -> CoreBench:
-    bench = CoreBench().with_job()
-    bench.attach()
-    if offers:
-        bench.offered(*offers)
-    return bench
-
-
 def report(bench: CoreBench, *jobs: JobFigures, gateway: str = "gw") -> None:
     bench.step(Demanded(gateway, jobs))
 
@@ -572,7 +564,8 @@ class Player:
 
 
 def test_a_fleet_whose_gateways_never_reported_is_leased_as_it_is_offered() -> None:
-    bench = bench_with(offer("g0"), offer("g1"))
+    bench = bench_with()
+    bench.offered(offer("g0"), offer("g1"))
     assert leased(bench) == ["g0", "g1"]
     [job] = bench.core.status(bench.now_s).jobs
     assert not job.demand_known
@@ -646,7 +639,7 @@ def test_no_report_breaks_a_decision(turns: int, owed_tokens: float, made_tok_s:
 def test_short_pauses_between_rounds_of_rollouts_change_no_lease(work_s: int, pause_s: int) -> None:
     bench = bench_with()
     player = Player(bench, offer("g0"), offer("g1"), offer("g2"))
-    player.play(1_800.0, lambda s: MUCH if s % (work_s + pause_s) < work_s else NONE)
+    player.play(900.0, lambda s: MUCH if s % (work_s + pause_s) < work_s else NONE)
     assert player.granted == {"g0": 1, "g1": 1, "g2": 1}
     assert player.released_at_s == []
 
@@ -723,9 +716,10 @@ def test_a_leased_replica_that_takes_no_turns_does_not_keep_the_job_waiting() ->
     assert leased(bench) == ["d0", "g0"]
 
 
-def test_a_report_says_whose_it_is() -> None:
+def test_a_report_is_read_as_it_is_sent_and_says_whose_it_is() -> None:
     job = pb.JobDemand(job="j", turns=2, owed_tokens=3.5, made_tok_s=1.5)
-    event = demanded(pb.DemandReport(gateway="gw", jobs=[job]))
-    assert event == Demanded("gw", (JobFigures("j", 2, 3.5, 1.5),))
+    switch = pb.Switch(replica="g0", epoch=4, took_s=2.25)
+    event = demanded(pb.DemandReport(gateway="gw", jobs=[job], switches=[switch]))
+    assert event == Demanded("gw", (JobFigures("j", 2, 3.5, 1.5),), (Switched("g0", 4, 2.25),))
     with pytest.raises(ConfigError, match="name"):
         demanded(pb.DemandReport())

@@ -43,9 +43,7 @@ from tests.fakes.memory_store import InMemoryStore
 
 @pytest.fixture
 def bench() -> CoreBench:
-    bench = CoreBench().with_job()
-    bench.attach()
-    return bench
+    return bench_with()
 
 
 def test_an_epoch_that_was_reserved_by_a_scheduler_that_died_is_not_used_again() -> None:
