@@ -38,7 +38,7 @@ MS = 1_000_000
 LOAD = EngineLoad(running=2, waiting=1, kv_used=5)
 
 
-class Rig:
+class GateClientRig:
     def __init__(self, page: ControlPage) -> None:
         self.page = page
         self.now_ns = 10_000 * MS
@@ -71,13 +71,13 @@ class Rig:
         return state
 
 
-def test_a_guest_without_a_grant_yields_and_does_not_spin(rig: Rig) -> None:
+def test_a_guest_without_a_grant_yields_and_does_not_spin(rig: GateClientRig) -> None:
     assert rig.client.ask(LOAD) == Yield("page_unreadable")
     assert rig.sleeps == [YIELD_SLEEP_S]
     assert rig.state().gate_reason == "page_unreadable"
 
 
-def test_a_granted_step_is_published_from_begin_to_end(rig: Rig) -> None:
+def test_a_granted_step_is_published_from_begin_to_end(rig: GateClientRig) -> None:
     rig.grant()
     assert rig.client.ask(LOAD) == Run(64, 4)
     assert rig.sleeps == []
@@ -100,7 +100,7 @@ def test_a_granted_step_is_published_from_begin_to_end(rig: Rig) -> None:
     )
 
 
-def test_yielded_time_adds_up_and_is_published_every_50_ms(rig: Rig) -> None:
+def test_yielded_time_adds_up_and_is_published_every_50_ms(rig: GateClientRig) -> None:
     rig.grant(GrantMode.FREEZE)
     published = set()
     for _ in range(100):
@@ -114,7 +114,7 @@ def test_yielded_time_adds_up_and_is_published_every_50_ms(rig: Rig) -> None:
     assert rig.state().yielded_ns == 200 * MS
 
 
-def test_time_without_requests_is_not_yielded(rig: Rig) -> None:
+def test_time_without_requests_is_not_yielded(rig: GateClientRig) -> None:
     rig.grant(GrantMode.FREEZE)
     rig.client.ask(LOAD)
     rig.client.idle(EngineLoad(0, 0, 0))
@@ -125,7 +125,7 @@ def test_time_without_requests_is_not_yielded(rig: Rig) -> None:
     assert rig.state().yielded_ns == 0
 
 
-def test_an_idle_guest_beats_through_the_watchdog(rig: Rig) -> None:
+def test_an_idle_guest_beats_through_the_watchdog(rig: GateClientRig) -> None:
     first_ns = rig.state().heartbeat_ns
     rig.client.beat(first_ns + 10 * MS)
     assert rig.state().heartbeat_ns == first_ns
@@ -134,7 +134,7 @@ def test_an_idle_guest_beats_through_the_watchdog(rig: Rig) -> None:
     assert (rig.state().heartbeat_ns, rig.state().policy_version) == (first_ns + 60 * MS, 4)
 
 
-def test_measured_steps_correct_the_model(rig: Rig) -> None:
+def test_measured_steps_correct_the_model(rig: GateClientRig) -> None:
     rig.grant()
     for _ in range(60):
         rig.client.scheduled(LOAD, 10)
@@ -143,7 +143,7 @@ def test_measured_steps_correct_the_model(rig: Rig) -> None:
     assert rig.client.model.seconds(10, 2) == pytest.approx(0.04, rel=0.01)
 
 
-def test_a_guest_takes_smaller_steps_when_its_context_makes_them_long(rig: Rig) -> None:
+def test_a_guest_takes_smaller_steps_when_its_context_makes_them_long(rig: GateClientRig) -> None:
     model = StepModel(StepProfile(0.001, 1e-4, per_context_token_s=1e-6))
     client = GateClient(
         rig.page, KvMapped(4096), model=model, block_tokens=32, clock_ns=lambda: rig.now_ns
@@ -158,7 +158,7 @@ def test_a_guest_takes_smaller_steps_when_its_context_makes_them_long(rig: Rig) 
     assert client.ask(EngineLoad(2, 0, kv_used=100)) == Run(28, 4)
 
 
-def test_a_change_of_mapped_memory_is_published_at_once(rig: Rig) -> None:
+def test_a_change_of_mapped_memory_is_published_at_once(rig: GateClientRig) -> None:
     rig.now_ns += 1 * MS
     rig.client.mapped(KvMapped(1024, granules_mapped=1, granules_total=4), LOAD)
     state = rig.state()
@@ -215,8 +215,8 @@ TICK_NS = 1_000_000
 
 
 @pytest.fixture
-def rig(page: ControlPage) -> Rig:
-    return Rig(page)
+def rig(page: ControlPage) -> GateClientRig:
+    return GateClientRig(page)
 
 
 @pytest.mark.parametrize("grant", [None, Grant(), Grant(heartbeat_ns=10**18)])
@@ -329,7 +329,7 @@ def test_a_pass_waits_for_an_idle_host_and_a_live_grant(start: Start, hinder: An
     assert start.gate.waited_ns == 7 * 2 * TICK_NS
 
 
-class Runner:
+class ModelHolder:
     """Stands in for a model runner."""
 
     def __init__(self) -> None:
@@ -339,11 +339,11 @@ class Runner:
         return self.model
 
 
-class StandInWorker:
+class WarmUpWorker:
     """Base class under the mixin; `passes` of the model in its warm-up."""
 
     def __init__(self, passes: int = 3) -> None:
-        self.model_runner = Runner()
+        self.model_runner = ModelHolder()
         self.passes = passes
         self.loaded: dict[str, Any] = {}
 
@@ -356,7 +356,7 @@ class StandInWorker:
         return "compiled"
 
 
-class Worker(GatedStart, StandInWorker):
+class GatedWorker(GatedStart, WarmUpWorker):
     pass
 
 
@@ -379,7 +379,7 @@ def test_only_a_guest_whose_node_grants_from_the_start_on_has_a_gate(
     page: ControlPage, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str], hooks: int
 ) -> None:
     as_guest(monkeypatch, page, **changes)
-    worker = Worker()
+    worker = GatedWorker()
     worker.load_model()
     assert (worker.start_gate is not None) == bool(hooks)
     assert len(worker.model_runner.model._forward_pre_hooks) == hooks
@@ -391,20 +391,20 @@ def test_a_page_that_is_not_there_ends_the_start(
 ) -> None:
     as_guest(monkeypatch, page, ROSE_CONTROL_PAGE=f"{page.path}-absent")
     with pytest.raises(ExecutorError):
-        Worker().load_model()
+        GatedWorker().load_model()
 
 
 @pytest.fixture
-def worker(start: Start, monkeypatch: pytest.MonkeyPatch) -> Worker:
+def worker(start: Start, monkeypatch: pytest.MonkeyPatch) -> GatedWorker:
     """A worker whose model is loaded, beside an idle host; time stands still."""
     monkeypatch.setattr(StartGate, "from_environ", lambda _: start.gate)
-    made = Worker()
+    made = GatedWorker()
     made.load_model(load_dummy_weights=True)
     return made
 
 
 def test_every_pass_of_the_start_asks_and_no_step_afterwards(
-    worker: Worker, start: Start, caplog: pytest.LogCaptureFixture
+    worker: GatedWorker, start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert worker.loaded == {"load_dummy_weights": True}
     with caplog.at_level(logging.INFO):
@@ -415,7 +415,7 @@ def test_every_pass_of_the_start_asks_and_no_step_afterwards(
     assert start.gate.passes == 3, "a step is the scheduler's to gate"
 
 
-def test_a_start_that_breaks_leaves_no_hook_behind(worker: Worker) -> None:
+def test_a_start_that_breaks_leaves_no_hook_behind(worker: GatedWorker) -> None:
     worker.model_runner.model.forward = lambda *_: 1 / 0  # type: ignore[assignment,method-assign]
     with pytest.raises(ZeroDivisionError):
         worker.compile_or_warm_up_model()
@@ -423,7 +423,7 @@ def test_a_start_that_breaks_leaves_no_hook_behind(worker: Worker) -> None:
 
 
 def test_what_is_captured_does_not_run_and_does_not_wait(
-    worker: Worker,
+    worker: GatedWorker,
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,

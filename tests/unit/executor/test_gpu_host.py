@@ -32,7 +32,7 @@ RESERVE = 7
 WAYS = pytest.mark.parametrize("by_handle", [False, True], ids=["by the driver", "by handle"])
 
 
-class Pair:
+class LenderAndGuest:
     """A host that lent what it could, and a guest that has all of it."""
 
     def __init__(self, rig: GpuHostRig, guest: DriverGuest) -> None:
@@ -53,18 +53,22 @@ class Pair:
 
 
 @pytest.fixture
-def pair(by_handle: bool, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(
+    by_handle: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[LenderAndGuest]:
     depth = getattr(request, "param", 1)
     # No page is to spare: what the guest has the host cannot find elsewhere.
     device = StandInDevice((KV_PAGES + 1 + by_handle) * PAGE)
     with gpu_host(tmp_path, device, by_handle=by_handle, depth=depth) as rig:
         guest = (HandleGuest if by_handle else DriverGuest)(device, rig)
-        yield Pair(rig, guest)
+        yield LenderAndGuest(rig, guest)
         guest.die()
 
 
 @WAYS
-def test_an_idle_host_keeps_its_reserve_on_pages_and_guests_get_the_rest(pair: Pair) -> None:
+def test_an_idle_host_keeps_its_reserve_on_pages_and_guests_get_the_rest(
+    pair: LenderAndGuest,
+) -> None:
     state, stock = pair.rig.published, pair.rig.blocks
     # The reserve is 7 of 32 granules, and that of the null block is not whole.
     assert state.granules_lent == GRANULES - RESERVE - 1
@@ -79,7 +83,9 @@ def test_an_idle_host_keeps_its_reserve_on_pages_and_guests_get_the_rest(pair: P
 
 
 @WAYS
-def test_an_arrival_that_the_reserve_covers_makes_no_call_to_the_driver(pair: Pair) -> None:
+def test_an_arrival_that_the_reserve_covers_makes_no_call_to_the_driver(
+    pair: LenderAndGuest,
+) -> None:
     pair.rig.driver.calls.clear()
     pair.rig.add("small", prompt_of(0, 60), 8)
     pair.turns(8)
@@ -109,7 +115,7 @@ def test_a_call_of_the_host_has_a_bound_on_what_it_asks_of_the_driver(tmp_path: 
 @WAYS
 @pytest.mark.parametrize("pair", [1, 2], indirect=True, ids=["one in flight", "two in flight"])
 def test_a_request_longer_than_what_is_on_pages_waits_in_vllms_queue_and_is_served(
-    pair: Pair,
+    pair: LenderAndGuest,
 ) -> None:
     rig = pair.rig
     before = pair.lent
@@ -129,7 +135,7 @@ def test_a_request_longer_than_what_is_on_pages_waits_in_vllms_queue_and_is_serv
 
 @WAYS
 def test_a_guest_that_keeps_what_was_asked_back_owes_it_until_the_ladder_ends_it(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: LenderAndGuest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, debt = pair.rig, OverdueTimer(press_ns=25 * STEP_NS, patience_ns=50 * STEP_NS)
     has = GuestState(granules_total=32, granules_mapped=len(pair.guest.pages), granule_bytes=PAGE)
@@ -147,12 +153,12 @@ def test_a_guest_that_keeps_what_was_asked_back_owes_it_until_the_ladder_ends_it
     assert rig.outputs["long"] == undisturbed(prompt_of(2, 480), 20)
 
 
-def kill(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def kill(pair: LenderAndGuest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("executor.cuda.page_server.has_ended", lambda _process: True)
     pair.guest.die()
 
 
-def fill(pair: Pair) -> dict[str, tuple[list[int], int]]:
+def fill(pair: LenderAndGuest) -> dict[str, tuple[list[int], int]]:
     """Requests that the pages that are there admit, and cannot serve to their end."""
     prompts = {f"r{n}": (prompt_of(n, 70), 120) for n in range(3)}
     for name, (prompt, count) in prompts.items():
@@ -160,14 +166,14 @@ def fill(pair: Pair) -> dict[str, tuple[list[int], int]]:
     return prompts
 
 
-def preempted(pair: Pair) -> int:
+def preempted(pair: LenderAndGuest) -> int:
     return sum(request.num_preemptions for request in pair.rig.scheduler.requests.values())
 
 
 @WAYS
 @pytest.mark.parametrize("pair", [1, 2], indirect=True, ids=["one in flight", "two in flight"])
 def test_running_requests_wait_for_blocks_on_their_way_back_instead_of_being_preempted(
-    pair: Pair,
+    pair: LenderAndGuest,
 ) -> None:
     rig, prompts = pair.rig, fill(pair)
     while rig.scheduler.lender.held_back(rig.scheduler.running) == frozenset():
@@ -189,7 +195,7 @@ def test_running_requests_wait_for_blocks_on_their_way_back_instead_of_being_pre
 
 
 @WAYS
-def test_a_host_does_not_wait_for_a_guest_for_longer_than_its_bound(pair: Pair) -> None:
+def test_a_host_does_not_wait_for_a_guest_for_longer_than_its_bound(pair: LenderAndGuest) -> None:
     rig, prompts = pair.rig, fill(pair)
     waited = most_waited = 0
     for _ in range(1_500):
@@ -205,7 +211,7 @@ def test_a_host_does_not_wait_for_a_guest_for_longer_than_its_bound(pair: Pair) 
 
 
 @WAYS
-def test_what_comes_back_is_zeroed_and_no_prefix_leads_to_it(pair: Pair) -> None:
+def test_what_comes_back_is_zeroed_and_no_prefix_leads_to_it(pair: LenderAndGuest) -> None:
     rig, guest = pair.rig, pair.guest
     window = guest.driver.reserve(PAGE)
     for handle in guest.pages:
@@ -310,7 +316,7 @@ def test_where_addresses_may_be_without_memory_the_host_serves_on_with_the_other
 
 @WAYS
 def test_an_idle_host_that_stops_lending_takes_its_pages_back_without_a_request(
-    pair: Pair,
+    pair: LenderAndGuest,
 ) -> None:
     scheduler = pair.rig.scheduler
     assert pair.lent
@@ -327,7 +333,9 @@ def test_an_idle_host_that_stops_lending_takes_its_pages_back_without_a_request(
 
 
 @pytest.mark.parametrize("by_handle", [True], ids=["by handle"])
-def test_an_idle_host_waits_for_pages_that_do_not_come_back_for_a_bounded_time(pair: Pair) -> None:
+def test_an_idle_host_waits_for_pages_that_do_not_come_back_for_a_bounded_time(
+    pair: LenderAndGuest,
+) -> None:
     scheduler = pair.rig.scheduler
     scheduler.stop_lending()
     assert scheduler.has_requests()

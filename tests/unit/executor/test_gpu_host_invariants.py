@@ -42,7 +42,7 @@ ACTS = st.lists(
 )
 
 
-class World:
+class LendingWorld:
     """One host, at most one guest, and what must hold between any two of their acts."""
 
     def __init__(self, rig: GpuHostRig, device: StandInDevice, *, by_handle: bool) -> None:
@@ -129,7 +129,7 @@ class World:
 
 
 @contextmanager
-def world(*, by_handle: bool, depth: int = 1, caching: bool = True) -> Iterator[World]:
+def world(*, by_handle: bool, depth: int = 1, caching: bool = True) -> Iterator[LendingWorld]:
     with (
         tempfile.TemporaryDirectory(dir=PAGE_FOLDER) as folder,
         pytest.MonkeyPatch.context() as patch,
@@ -141,7 +141,7 @@ def world(*, by_handle: bool, depth: int = 1, caching: bool = True) -> Iterator[
         with gpu_host(
             Path(folder), device, by_handle=by_handle, depth=depth, caching=caching
         ) as rig:
-            made = World(rig, device, by_handle=by_handle)
+            made = LendingWorld(rig, device, by_handle=by_handle)
             patch.setattr("executor.cuda.page_server.has_ended", made.dead.__contains__)
             yield made
             made.rig.driver.fails = lambda _name, _number: None

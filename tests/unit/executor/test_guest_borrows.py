@@ -29,7 +29,7 @@ def settings_of(role: str, path: Path | str, level: str = LEND) -> EngineSetting
     return EngineSettings(role, "", 0.0, 0.0, 2.0, level=level, page_socket=str(path))
 
 
-class Guest:
+class BorrowingGuest:
     """The balloon of a guest under a grant without a cap, and a lender on the same device."""
 
     def __init__(self, folder: Path) -> None:
@@ -86,9 +86,9 @@ class Guest:
 
 
 @pytest.fixture
-def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guest]:
+def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BorrowingGuest]:
     monkeypatch.setattr(source_module, "HEADROOM_BYTES", NO_HEADROOM)
-    made = Guest(tmp_path)
+    made = BorrowingGuest(tmp_path)
     yield made
     made.reservation.close()
     made.lender.close()
@@ -97,7 +97,9 @@ def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guest]:
     assert made.device.used_bytes == 0
 
 
-def test_a_guest_begins_with_what_there_is_and_grows_on_what_its_host_lends(guest: Guest) -> None:
+def test_a_guest_begins_with_what_there_is_and_grows_on_what_its_host_lends(
+    guest: BorrowingGuest,
+) -> None:
     assert guest.kv.mapped.granules_mapped == OWN_PAGES
     assert guest.kv.capacity_blocks == OWN_PAGES * 2 - 1
     assert guest.manager.block_pool.get_num_free_blocks() == guest.kv.capacity_blocks
@@ -110,7 +112,7 @@ def test_a_guest_begins_with_what_there_is_and_grows_on_what_its_host_lends(gues
 
 @pytest.mark.parametrize("busy", [False, True], ids=["free", "in use"])
 def test_pages_that_are_called_back_are_the_borrowed_ones_in_use_or_not(
-    guest: Guest, busy: bool
+    guest: BorrowingGuest, busy: bool
 ) -> None:
     guest.settle()
     if busy:
@@ -128,7 +130,7 @@ def test_pages_that_are_called_back_are_the_borrowed_ones_in_use_or_not(
     assert guest.kv.mapped.granules_mapped == GRANULES
 
 
-def test_pages_wait_for_the_step_in_flight_and_no_other_begins(guest: Guest) -> None:
+def test_pages_wait_for_the_step_in_flight_and_no_other_begins(guest: BorrowingGuest) -> None:
     guest.settle()
     guest.kv.step_begun()
     guest.lender.recall(4)
@@ -143,7 +145,7 @@ def test_pages_wait_for_the_step_in_flight_and_no_other_begins(guest: Guest) -> 
     assert guest.lender.idle == 4
 
 
-def test_an_idle_engine_hears_its_host_when_it_is_woken(guest: Guest) -> None:
+def test_an_idle_engine_hears_its_host_when_it_is_woken(guest: BorrowingGuest) -> None:
     guest.settle()
     assert not guest.kv.must_shrink(None)
     guest.lender.recall(2)
@@ -153,14 +155,14 @@ def test_an_idle_engine_hears_its_host_when_it_is_woken(guest: Guest) -> None:
     assert not guest.kv.must_shrink(None)
 
 
-def test_what_came_and_is_not_mapped_yet_is_told_as_held(guest: Guest) -> None:
+def test_what_came_and_is_not_mapped_yet_is_told_as_held(guest: BorrowingGuest) -> None:
     before = guest.kv.mapped.granules_mapped
     guest.lender.step()
     assert guest.kv.must_shrink(None), "one step, to tell of it"
     assert guest.kv.mapped.granules_mapped == before + LENT_PAGES
 
 
-def test_a_page_that_cannot_be_imported_now_is_lent_again(guest: Guest) -> None:
+def test_a_page_that_cannot_be_imported_now_is_lent_again(guest: BorrowingGuest) -> None:
     guest.driver.fails = scripted("import_handle", 3)
     guest.settle(8)
     assert guest.kv.mapped.granules_mapped == GRANULES

@@ -49,7 +49,7 @@ class FakeEngineScheduler:
         return self.running, len(self.requests) - self.running
 
 
-class Rig:
+class PublisherRig:
     def __init__(self, page: ControlPage) -> None:
         self.page = page
         self.now_ns = 1_000 * MS
@@ -90,29 +90,29 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def rig(tmp_path: Path) -> Iterator[PublisherRig]:
     with ControlPage.create(tmp_path / "page") as page:
-        yield Rig(page)
+        yield PublisherRig(page)
 
 
-def test_a_host_is_published_idle_before_its_first_request(rig: Rig) -> None:
+def test_a_host_is_published_idle_before_its_first_request(rig: PublisherRig) -> None:
     assert rig.state() == HostState(kv_used=10, kv_total=100, heartbeat_ns=1_000 * MS)
     assert rig.state().idle
 
 
-def test_a_request_counts_from_its_arrival_not_from_its_turn(rig: Rig) -> None:
+def test_a_request_counts_from_its_arrival_not_from_its_turn(rig: PublisherRig) -> None:
     rig.add("a", age_s=0.2)
     state = rig.state()
     assert (state.waiting, state.queued_prefill_tokens) == (1, 10)
     assert state.earliest_prefill_deadline_ns == rig.now_ns + 300 * MS
 
 
-def test_a_wall_clock_that_jumped_back_cannot_postpone_a_deadline(rig: Rig) -> None:
+def test_a_wall_clock_that_jumped_back_cannot_postpone_a_deadline(rig: PublisherRig) -> None:
     rig.add("a", age_s=-3600)
     assert rig.state().earliest_prefill_deadline_ns == rig.now_ns + 500 * MS
 
 
-def test_a_request_passes_from_prefill_to_decode_to_idle(rig: Rig) -> None:
+def test_a_request_passes_from_prefill_to_decode_to_idle(rig: PublisherRig) -> None:
     rig.add("a")
     step = rig.begin(a=10)
     assert rig.state().in_step
@@ -133,7 +133,7 @@ def test_a_request_passes_from_prefill_to_decode_to_idle(rig: Rig) -> None:
     assert state.earliest_decode_deadline_ns == 0
 
 
-def test_overlapping_steps_count_their_time_once(rig: Rig) -> None:
+def test_overlapping_steps_count_their_time_once(rig: PublisherRig) -> None:
     rig.add("a")
     first = rig.begin(a=10)
     rig.now_ns += 4 * MS
@@ -147,13 +147,13 @@ def test_overlapping_steps_count_their_time_once(rig: Rig) -> None:
     assert (state.in_step, state.busy_ns, state.last_step_ns) == (False, 20 * MS, 10 * MS)
 
 
-def test_empty_schedules_are_no_steps(rig: Rig) -> None:
+def test_empty_schedules_are_no_steps(rig: PublisherRig) -> None:
     rig.observer.scheduled(step_of({}), rig.now_ns)
     rig.end(step_of({}))
     assert (rig.state().step_seq, rig.state().busy_ns) == (0, 0)
 
 
-def test_an_aborted_request_leaves_an_idle_host(rig: Rig) -> None:
+def test_an_aborted_request_leaves_an_idle_host(rig: PublisherRig) -> None:
     rig.add("a")
     del rig.scheduler.requests["a"]
     rig.scheduler.finished_req_ids = {"a"}
@@ -162,7 +162,7 @@ def test_an_aborted_request_leaves_an_idle_host(rig: Rig) -> None:
     assert rig.state().earliest_prefill_deadline_ns == 0
 
 
-def test_what_comes_in_while_the_host_is_busy_is_told_with_its_next_step(rig: Rig) -> None:
+def test_what_comes_in_while_the_host_is_busy_is_told_with_its_next_step(rig: PublisherRig) -> None:
     rig.add("a")
     step = rig.begin(a=10)
     rig.end(step)
@@ -174,7 +174,9 @@ def test_what_comes_in_while_the_host_is_busy_is_told_with_its_next_step(rig: Ri
     assert state.earliest_prefill_deadline_ns == rig.now_ns + 400 * MS
 
 
-def test_a_step_that_ends_while_another_is_in_flight_is_told_with_the_next(rig: Rig) -> None:
+def test_a_step_that_ends_while_another_is_in_flight_is_told_with_the_next(
+    rig: PublisherRig,
+) -> None:
     rig.add("a")
     first = rig.begin(a=10)
     second = rig.begin(a=1)
@@ -189,7 +191,7 @@ def test_a_step_that_ends_while_another_is_in_flight_is_told_with_the_next(rig: 
     assert rig.state().idle, "that nothing is left is told at once"
 
 
-def test_what_is_untold_is_told_by_a_schedule_without_tokens_too(rig: Rig) -> None:
+def test_what_is_untold_is_told_by_a_schedule_without_tokens_too(rig: PublisherRig) -> None:
     rig.add("a")
     rig.end(rig.begin(a=10))
     rig.add("b")
@@ -197,7 +199,7 @@ def test_what_is_untold_is_told_by_a_schedule_without_tokens_too(rig: Rig) -> No
     assert rig.state().queued_prefill_tokens == 10
 
 
-def test_a_step_writes_to_the_page_once(rig: Rig) -> None:
+def test_a_step_writes_to_the_page_once(rig: PublisherRig) -> None:
     rig.add("a")
     rig.end(rig.begin(a=10))
     before = rig.page.host.sequence
@@ -227,7 +229,7 @@ class CountingMapping(UserDict[str, int]):
 
 @pytest.mark.parametrize("running", [16, 1024])
 def test_a_step_looks_at_the_requests_that_changed_not_at_all_that_run(
-    rig: Rig, running: int
+    rig: PublisherRig, running: int
 ) -> None:
     names = [f"r{number}" for number in range(running)]
     for name in names:

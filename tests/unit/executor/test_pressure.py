@@ -15,7 +15,7 @@ PAPER = PressureLimits(PressurePolicy.PAPER)
 ADAPTIVE = PressureLimits(PressurePolicy.ADAPTIVE)
 
 
-class Rig:
+class PressureRig:
     """Ticks of 20 ms, as a node daemon's."""
 
     def __init__(self, limits: PressureLimits, cap: int = NO_CAP) -> None:
@@ -36,18 +36,18 @@ class Rig:
 
 @pytest.mark.parametrize("limits", [PAPER, ADAPTIVE])
 def test_without_pressure_there_is_no_cap(limits: PressureLimits) -> None:
-    assert Rig(limits).run(0.85, 5) == NO_CAP
+    assert PressureRig(limits).run(0.85, 5) == NO_CAP
 
 
 @pytest.mark.parametrize("limits", [PAPER, ADAPTIVE])
 def test_the_first_tick_above_the_watermark_halves(limits: PressureLimits) -> None:
-    rig = Rig(limits)
+    rig = PressureRig(limits)
     rig.run(0.5, 1)
     assert rig.run(0.9, 0.02) == MOST // 2
 
 
 def test_paper_halves_once_a_crossing_and_grows_with_the_next_version() -> None:
-    rig = Rig(PAPER)
+    rig = PressureRig(PAPER)
     assert rig.run(0.95, 5) == 32
     assert rig.run(0.10, 60) == 32, "growth is frozen until the next training step"
     assert rig.run(0.95, 1) == 16, "another crossing"
@@ -59,14 +59,14 @@ def test_paper_halves_once_a_crossing_and_grows_with_the_next_version() -> None:
 
 
 def test_adaptive_halves_for_as_long_as_the_pressure_lasts() -> None:
-    rig = Rig(ADAPTIVE)
+    rig = PressureRig(ADAPTIVE)
     rig.run(0.95, 0.5)
     assert rig.caps[-1] == 8
     assert rig.run(0.95, 5) == 1, "one granule always stays"
 
 
 def test_adaptive_grows_stepwise_and_does_not_wait_for_training() -> None:
-    rig = Rig(ADAPTIVE)
+    rig = PressureRig(ADAPTIVE)
     rig.run(0.95, 0.1)
     assert rig.run(0.85, 5) == 1, "between the watermarks the pressure goes on"
     assert rig.run(0.30, 60) == NO_CAP
@@ -77,7 +77,7 @@ def test_adaptive_grows_stepwise_and_does_not_wait_for_training() -> None:
 
 def test_adaptive_does_not_grow_into_a_load_that_keeps_coming_back() -> None:
     """Scale-down oscillation: bursts every two seconds must not make the guest swing."""
-    rig = Rig(ADAPTIVE)
+    rig = PressureRig(ADAPTIVE)
     for _ in range(10):
         rig.run(0.95, 1.0)
         rig.run(0.30, 1.0)
@@ -87,7 +87,7 @@ def test_adaptive_does_not_grow_into_a_load_that_keeps_coming_back() -> None:
 
 def test_adaptive_is_large_again_between_rare_bursts() -> None:
     """Bursts of a second, eight seconds apart: a minute's memory of them must not keep it small."""
-    rig = Rig(ADAPTIVE)
+    rig = PressureRig(ADAPTIVE)
     for _ in range(12):
         rig.run(0.95, 1.0)
         rig.run(0.30, 8.0)
@@ -98,13 +98,13 @@ def test_adaptive_is_large_again_between_rare_bursts() -> None:
 
 @pytest.mark.parametrize("limits", [PAPER, ADAPTIVE])
 def test_a_new_daemon_goes_on_with_the_cap_it_finds(limits: PressureLimits) -> None:
-    rig = Rig(limits, cap=16)
+    rig = PressureRig(limits, cap=16)
     assert rig.run(0.85, 0.02) == 16
 
 
 @pytest.mark.parametrize("limits", [PAPER, ADAPTIVE])
 def test_unknown_load_changes_nothing(limits: PressureLimits) -> None:
-    rig = Rig(limits)
+    rig = PressureRig(limits)
     rig.run(0.95, 0.02)
     assert rig.run(None, 30) == 32
 

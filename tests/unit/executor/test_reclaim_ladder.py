@@ -27,7 +27,7 @@ HELD = 1_000 * MIB
 
 
 @dataclass
-class Engine:
+class ReclaimedEngine:
     """Answers each level after `after_ns` with what it claims; its memory falls as `frees` says."""
 
     claims: dict[ReclaimLevel, int]
@@ -83,7 +83,7 @@ def test_it_climbs_only_and_ends_in_time_with_what_was_measured(
     wanted: int,
     within_ns: int,
 ) -> None:
-    engine = Engine(
+    engine = ReclaimedEngine(
         claims, dict(frees), unsupported - {ReclaimLevel.KILL}, after_ns, falls_after_ns
     )
     finished, asked = engine.play(wanted, within_ns)

@@ -24,7 +24,7 @@ MS = 1_000_000
 SLOTS = 4095
 
 
-class Rig:
+class SglangGuestRig:
     """A guest of stand-ins beside an idle host; time is the machine's."""
 
     def __init__(self, page: ControlPage) -> None:
@@ -73,18 +73,18 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SglangGuestRig]:
     monkeypatch.setattr(
         "executor.guest.plugin.Watchdog", lambda *_: SimpleNamespace(start=lambda: None)
     )
     with ControlPage.create(tmp_path / "page") as page:
-        rig = Rig(page)
+        rig = SglangGuestRig(page)
         for name, module in rig.scheduler.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
         yield rig
 
 
-def test_without_a_grant_no_step_begins_and_requests_stay(rig: Rig) -> None:
+def test_without_a_grant_no_step_begins_and_requests_stay(rig: SglangGuestRig) -> None:
     rig.scheduler.run("a", 20)
     assert not rig.begin()
     batch = rig.scheduler.running_batch
@@ -94,7 +94,7 @@ def test_without_a_grant_no_step_begins_and_requests_stay(rig: Rig) -> None:
     assert rig.state().gate_reason == "page_unreadable"
 
 
-def test_a_frozen_guest_takes_up_where_it_was(rig: Rig) -> None:
+def test_a_frozen_guest_takes_up_where_it_was(rig: SglangGuestRig) -> None:
     rig.scheduler.run("a", 20)
     rig.grant()
     assert rig.begin()
@@ -107,7 +107,7 @@ def test_a_frozen_guest_takes_up_where_it_was(rig: Rig) -> None:
     assert rig.scheduler.running_batch.reqs[0].retractions == 0
 
 
-def test_a_prefill_has_no_more_tokens_than_are_granted_chunks_included(rig: Rig) -> None:
+def test_a_prefill_has_no_more_tokens_than_are_granted_chunks_included(rig: SglangGuestRig) -> None:
     rig.scheduler.run("a", 20)
     rig.grant(tokens=10)
     assert rig.begin()
@@ -123,7 +123,7 @@ def test_a_prefill_has_no_more_tokens_than_are_granted_chunks_included(rig: Rig)
     assert (rig.scheduler.chunked_prefill_size, rig.scheduler.max_prefill_tokens) == (32, 64)
 
 
-def test_nobody_is_admitted_beyond_the_granted_sequences(rig: Rig) -> None:
+def test_nobody_is_admitted_beyond_the_granted_sequences(rig: SglangGuestRig) -> None:
     for name in "abc":
         rig.scheduler.run(name, 4)
     rig.grant(tokens=64, sequences=5)
@@ -137,14 +137,14 @@ def test_nobody_is_admitted_beyond_the_granted_sequences(rig: Rig) -> None:
     assert room(3) == 1, "whoever is admitted decodes in the next step"
 
 
-def test_a_flag_that_no_more_fit_does_not_outlast_the_grant(rig: Rig) -> None:
+def test_a_flag_that_no_more_fit_does_not_outlast_the_grant(rig: SglangGuestRig) -> None:
     rig.scheduler.run("a", 4)
     rig.grant()
     rig.begin()
     assert rig.scheduler.running_batch.batch_is_full is False
 
 
-def test_decode_beyond_the_tokens_is_parked_with_its_kv(rig: Rig) -> None:
+def test_decode_beyond_the_tokens_is_parked_with_its_kv(rig: SglangGuestRig) -> None:
     for name in "abcd":
         rig.scheduler.run(name, 30)
     rig.scheduler.waiting_queue.append(rig.scheduler.running_batch.reqs.pop())
@@ -155,7 +155,7 @@ def test_decode_beyond_the_tokens_is_parked_with_its_kv(rig: Rig) -> None:
     assert rig.scheduler.tree_cache.evictable_size() == 30, "its KV is a prefix now"
 
 
-def test_an_aborted_request_ends_without_another_step(rig: Rig) -> None:
+def test_an_aborted_request_ends_without_another_step(rig: SglangGuestRig) -> None:
     rig.scheduler.run("a", 30)
     rig.scheduler.run("b", 30).to_finish = SimpleNamespace(to_json=lambda: {"type": "abort"})
     free = rig.scheduler.token_to_kv_pool_allocator.available_size()
@@ -165,7 +165,9 @@ def test_an_aborted_request_ends_without_another_step(rig: Rig) -> None:
     assert rig.scheduler.token_to_kv_pool_allocator.available_size() == free + 30
 
 
-def test_a_cap_takes_free_granules_then_prefixes_then_requests_whose_tokens_stay(rig: Rig) -> None:
+def test_a_cap_takes_free_granules_then_prefixes_then_requests_whose_tokens_stay(
+    rig: SglangGuestRig,
+) -> None:
     granules = rig.guest._pool.granules
     size = granules.granule_blocks
     first = rig.scheduler.run("a", size)
@@ -186,7 +188,7 @@ def test_a_cap_takes_free_granules_then_prefixes_then_requests_whose_tokens_stay
     assert rig.state().granules_mapped == 1
 
 
-def test_sglang_counts_the_pool_as_large_as_it_is(rig: Rig) -> None:
+def test_sglang_counts_the_pool_as_large_as_it_is(rig: SglangGuestRig) -> None:
     rig.scheduler.run("a", 10)
     rig.grant(cap=2)
     rig.begin()
@@ -198,7 +200,7 @@ def test_sglang_counts_the_pool_as_large_as_it_is(rig: Rig) -> None:
     assert rig.scheduler.invariant_checker.max_total_num_tokens == SLOTS
 
 
-def test_a_request_larger_than_the_cap_is_handed_back(rig: Rig) -> None:
+def test_a_request_larger_than_the_cap_is_handed_back(rig: SglangGuestRig) -> None:
     size = rig.guest._pool.granules.granule_blocks
     rig.scheduler.run("small", 10)
     large = rig.scheduler.run("large", size * 2)
@@ -209,7 +211,7 @@ def test_a_request_larger_than_the_cap_is_handed_back(rig: Rig) -> None:
     assert not large.kv.holds_kv
 
 
-def test_a_request_between_two_chunks_is_retracted_too(rig: Rig) -> None:
+def test_a_request_between_two_chunks_is_retracted_too(rig: SglangGuestRig) -> None:
     size = rig.guest._pool.granules.granule_blocks
     rig.scheduler.chunked_req = rig.scheduler.run("chunked", size)
     rig.scheduler.running_batch.reqs.clear()
@@ -218,7 +220,7 @@ def test_a_request_between_two_chunks_is_retracted_too(rig: Rig) -> None:
     assert rig.scheduler.chunked_req is None
 
 
-def test_an_idle_guest_hears_that_its_memory_is_wanted(rig: Rig) -> None:
+def test_an_idle_guest_hears_that_its_memory_is_wanted(rig: SglangGuestRig) -> None:
     polls: list[int] = []
     poller = SimpleNamespace(poll=lambda ms: polls.append(ms))
     rig.grant(cap=2)
@@ -229,7 +231,7 @@ def test_an_idle_guest_hears_that_its_memory_is_wanted(rig: Rig) -> None:
     assert len(polls) == 1 + guest_module.IDLE_ROUNDS, "it slept as long as it may"
 
 
-def test_a_step_is_published_from_its_begin_to_its_end(rig: Rig) -> None:
+def test_a_step_is_published_from_its_begin_to_its_end(rig: SglangGuestRig) -> None:
     request = rig.scheduler.run("a", 10)
     warm = rig.scheduler.run("rose-warm-up-0", 10)
     rig.grant()
@@ -260,7 +262,7 @@ def test_every_token_is_stamped_beside_what_a_model_says_itself() -> None:
     stamp(batch, SimpleNamespace(logits_output=None), {})
 
 
-def test_an_allocator_that_begins_anew_gives_out_no_held_granule(rig: Rig) -> None:
+def test_an_allocator_that_begins_anew_gives_out_no_held_granule(rig: SglangGuestRig) -> None:
     rig.grant(cap=2)
     rig.begin()
     allocator = rig.scheduler.token_to_kv_pool_allocator
@@ -293,7 +295,7 @@ def test_another_version_is_refused() -> None:
         check_version("0.5.24")
 
 
-def test_a_model_with_windows_or_states_has_no_guest(rig: Rig) -> None:
+def test_a_model_with_windows_or_states_has_no_guest(rig: SglangGuestRig) -> None:
     rig.scheduler.tree_cache.supports_mamba = lambda: True  # type: ignore[method-assign]
     with pytest.raises(ExecutorError, match="full attention"):
         GuestScheduler(rig.scheduler, rig.hooks._settings)

@@ -22,7 +22,7 @@ from tests.fakes.sglang_scheduler import StandInBatch, StandInRequest, StandInSc
 MS = 1_000_000
 
 
-class Rig:
+class SglangHostRig:
     """A publisher whose clock stands still, and turns of SGLang's loop."""
 
     def __init__(self, page: ControlPage) -> None:
@@ -78,12 +78,12 @@ class Rig:
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
+def rig(tmp_path: Path) -> Iterator[SglangHostRig]:
     with ControlPage.create(tmp_path / "page") as page:
-        yield Rig(page)
+        yield SglangHostRig(page)
 
 
-def test_a_request_is_told_when_it_comes_when_it_runs_and_when_it_ends(rig: Rig) -> None:
+def test_a_request_is_told_when_it_comes_when_it_runs_and_when_it_ends(rig: SglangHostRig) -> None:
     assert rig.state.idle
     (request,) = rig.add("a")
     assert (rig.told.waiting, rig.told.running) == (1, 0)
@@ -103,7 +103,7 @@ def test_a_request_is_told_when_it_comes_when_it_runs_and_when_it_ends(rig: Rig)
     assert rig.told.busy_ns == 40 * MS
 
 
-def test_who_waits_for_a_prefill_keeps_the_deadline_of_its_last_token(rig: Rig) -> None:
+def test_who_waits_for_a_prefill_keeps_the_deadline_of_its_last_token(rig: SglangHostRig) -> None:
     first, second = rig.add("a", "b")
     rig.prefill(first)
     rig.decode()
@@ -114,7 +114,7 @@ def test_who_waits_for_a_prefill_keeps_the_deadline_of_its_last_token(rig: Rig) 
     assert rig.state.earliest_decode_deadline_ns == rig.now_ns + 150 * MS
 
 
-def test_chunks_of_a_prompt_leave_the_queue_one_by_one(rig: Rig) -> None:
+def test_chunks_of_a_prompt_leave_the_queue_one_by_one(rig: SglangHostRig) -> None:
     (request,) = rig.add("a")
     rig.prefill(request, tokens=4, last=False)
     assert (rig.state.running, rig.state.queued_prefill_tokens) == (1, 6)
@@ -122,7 +122,7 @@ def test_chunks_of_a_prompt_leave_the_queue_one_by_one(rig: Rig) -> None:
     assert rig.state.queued_prefill_tokens == 0
 
 
-def test_one_that_is_put_back_waits_from_its_last_token_on(rig: Rig) -> None:
+def test_one_that_is_put_back_waits_from_its_last_token_on(rig: SglangHostRig) -> None:
     first, second = rig.add("a", "b")
     rig.prefill(first, second)
     rig.decode()
@@ -137,7 +137,7 @@ def test_one_that_is_put_back_waits_from_its_last_token_on(rig: Rig) -> None:
     assert (rig.state.running, rig.state.waiting) == (2, 0)
 
 
-def test_who_is_aborted_in_the_queue_is_waited_for_no_more(rig: Rig) -> None:
+def test_who_is_aborted_in_the_queue_is_waited_for_no_more(rig: SglangHostRig) -> None:
     rig.add("a", "b")
     del rig.scheduler.waiting_queue[0]
     rig.observer.aborted()
@@ -147,7 +147,9 @@ def test_who_is_aborted_in_the_queue_is_waited_for_no_more(rig: Rig) -> None:
     assert rig.state.idle
 
 
-def test_of_overlapped_steps_the_host_is_busy_until_the_last_was_processed(rig: Rig) -> None:
+def test_of_overlapped_steps_the_host_is_busy_until_the_last_was_processed(
+    rig: SglangHostRig,
+) -> None:
     """One begins before the one before it is processed, and has requests that ended meanwhile."""
     (request,) = rig.add("a")
     rig.scheduler.waiting_queue.clear()
@@ -173,7 +175,7 @@ def test_of_overlapped_steps_the_host_is_busy_until_the_last_was_processed(rig: 
     assert (rig.told.idle, rig.told.busy_ns) == (True, 40 * MS)
 
 
-def test_what_sglang_alone_knows_of_keeps_the_host_busy(rig: Rig) -> None:
+def test_what_sglang_alone_knows_of_keeps_the_host_busy(rig: SglangHostRig) -> None:
     (request,) = rig.add("a")
     rig.prefill(request)
     rig.scheduler.stalled = True
@@ -185,7 +187,7 @@ def test_what_sglang_alone_knows_of_keeps_the_host_busy(rig: Rig) -> None:
     assert rig.state.idle
 
 
-def test_kv_that_only_prefixes_hold_is_not_in_use(rig: Rig) -> None:
+def test_kv_that_only_prefixes_hold_is_not_in_use(rig: SglangHostRig) -> None:
     allocator = rig.scheduler.token_to_kv_pool_allocator
     rig.scheduler.tree_cache.keep(allocator.alloc(30))
     allocator.alloc(20)

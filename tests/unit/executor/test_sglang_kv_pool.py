@@ -19,7 +19,7 @@ from tests.fakes.sglang_scheduler import StandInPool, StandInTree, TokenToKVPool
 SLOTS, GRANULE = 63, 8
 
 
-class Rig:
+class SglangPoolRig:
     """A pool over stand-ins, and requests that own slots."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Rig:
 
 
 def test_what_lies_in_a_granule_is_used_cached_or_free() -> None:
-    rig = Rig()
+    rig = SglangPoolRig()
     rig.owned[0] = rig.allocator.alloc(9)
     rig.tree.keep(rig.allocator.alloc(4))
     uses = rig.uses()
@@ -65,7 +65,7 @@ def test_what_lies_in_a_granule_is_used_cached_or_free() -> None:
 
 
 def test_a_free_granule_leaves_the_allocator_and_comes_back() -> None:
-    rig = Rig()
+    rig = SglangPoolRig()
     assert rig.pool.take([6, 7], fence=0) == 2
     rig.check()
     assert rig.allocator.available_size() == SLOTS - 2 * GRANULE
@@ -78,7 +78,7 @@ def test_a_free_granule_leaves_the_allocator_and_comes_back() -> None:
 
 
 def test_prefixes_are_forgotten_for_a_granule_and_requests_are_not() -> None:
-    rig = Rig()
+    rig = SglangPoolRig()
     rig.owned[0] = rig.allocator.alloc(7)
     rig.tree.keep(rig.allocator.alloc(16))
     rig.owned[1] = rig.allocator.alloc(1)
@@ -89,7 +89,7 @@ def test_prefixes_are_forgotten_for_a_granule_and_requests_are_not() -> None:
 
 
 def test_what_no_one_accounts_for_ends_the_search() -> None:
-    rig = Rig()
+    rig = SglangPoolRig()
     lost = rig.allocator.alloc(7 + 8)
     assert rig.pool.take([1], fence=0) == 0, "nothing more can be forgotten"
     rig.allocator.free(lost)
@@ -97,7 +97,7 @@ def test_what_no_one_accounts_for_ends_the_search() -> None:
 
 
 def test_an_allocator_that_begins_anew_has_no_held_granule() -> None:
-    rig = Rig()
+    rig = SglangPoolRig()
     rig.pool.take([3, 4], fence=0)
     rig.allocator.clear()
     rig.pool.cleared()
@@ -105,7 +105,7 @@ def test_an_allocator_that_begins_anew_has_no_held_granule() -> None:
 
 
 def test_low_blocks_are_handed_out_first_once_granules_have_moved() -> None:
-    rig = Rig()
+    rig = SglangPoolRig()
     taken = rig.allocator.alloc(30)
     rig.pool.take([7], fence=0)
     rig.allocator.free(taken)
@@ -113,9 +113,9 @@ def test_low_blocks_are_handed_out_first_once_granules_have_moved() -> None:
     assert rig.allocator.alloc(5).tolist() == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_no_slot_is_lost_whatever_happens(seed: int) -> None:
-    rng, rig = random.Random(seed), Rig()
+    rng, rig = random.Random(seed), SglangPoolRig()
     for step in range(60):
         match rng.randrange(5):
             case 0 if rig.allocator.available_size() > 8:

@@ -23,7 +23,7 @@ class Collector:
     """Receiver of a request's outputs."""
 
 
-class Engine:
+class StampingEngine:
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
         self.output_processor = SimpleNamespace(request_states=self.requests)
@@ -44,7 +44,7 @@ class Engine:
 
 
 async def test_tokens_are_of_the_version_under_which_they_came_in() -> None:
-    engine = Engine()
+    engine = StampingEngine()
     queue = engine.engine_core.outputs_queue
     stamps = CountedStamps(engine)
     one, two = engine.add("one"), engine.add("two")
@@ -67,7 +67,7 @@ async def test_tokens_are_of_the_version_under_which_they_came_in() -> None:
 async def test_a_request_that_began_before_an_update_and_has_no_token_is_of_the_new_version() -> (
     None
 ):
-    engine = Engine()
+    engine = StampingEngine()
     stamps = CountedStamps(engine)
     starts = stamps.starts(engine.add("late"))
     assert starts == []
@@ -77,7 +77,7 @@ async def test_a_request_that_began_before_an_update_and_has_no_token_is_of_the_
 
 
 async def test_the_end_of_a_request_forgets_it_and_a_dead_engine_is_told() -> None:
-    engine = Engine()
+    engine = StampingEngine()
     stamps = CountedStamps(engine)
     engine.add("gone")
     engine.step(gone=4)
@@ -91,12 +91,12 @@ async def test_the_end_of_a_request_forgets_it_and_a_dead_engine_is_told() -> No
 
 
 def test_an_engine_has_one_book() -> None:
-    engine = Engine()
+    engine = StampingEngine()
     assert stamps_of(engine) is stamps_of(engine)
 
 
 def test_the_book_of_an_engine_does_not_keep_it() -> None:
-    engine = Engine()
+    engine = StampingEngine()
     stamps_of(engine)
     gone = weakref.ref(engine)
     del engine

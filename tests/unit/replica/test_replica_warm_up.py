@@ -20,7 +20,7 @@ from tests.fakes.async_llm import FakeAsyncLLM
 from tests.harness.waiting import PATIENCE_S
 
 
-class Rig:
+class WarmUpRig:
     def __init__(self) -> None:
         self.engine = FakeAsyncLLM()
         self.now_s = 0.0
@@ -64,7 +64,7 @@ async def test_without_being_asked_a_replica_is_warm_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("ROSE_WARM_UP_S", raising=False)
-    rig = Rig()
+    rig = WarmUpRig()
     await rig.run(5)
     assert rig.warm_up.warm
     assert rig.engine.prompts == []
@@ -72,7 +72,7 @@ async def test_without_being_asked_a_replica_is_warm_at_once(
 
 @pytest.mark.usefixtures("asked")
 async def test_a_warm_up_runs_every_size_and_leaves_nothing() -> None:
-    rig = Rig()
+    rig = WarmUpRig()
     rig.engine.resets_after = 2
     await rig.run(2_000)
     assert rig.warm_up.warm, rig.warm_up.said
@@ -85,7 +85,7 @@ async def test_a_warm_up_runs_every_size_and_leaves_nothing() -> None:
 
 @pytest.mark.usefixtures("asked")
 async def test_a_warm_up_that_takes_too_long_ends_and_says_so_in_one_line() -> None:
-    rig = Rig()
+    rig = WarmUpRig()
     async with asyncio.timeout(PATIENCE_S):
         while not rig.warm_up.failed:
             rig.now_s += 2.0
@@ -97,7 +97,7 @@ async def test_a_warm_up_that_takes_too_long_ends_and_says_so_in_one_line() -> N
 
 
 async def test_time_that_the_gate_holds_back_is_not_counted(page: ControlPage) -> None:
-    rig = Rig()
+    rig = WarmUpRig()
     await asyncio.sleep(0.01)
     rig.now_s = 1_000.0
     page.guest.write(GuestState(yielded_ns=995 * 10**9))

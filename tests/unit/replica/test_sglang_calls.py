@@ -17,7 +17,7 @@ from rose.replica.sglang.plugin import ALLOWED, biased_batch, ended_at_stop
 from rose.replica.sglang.scheduler_calls import SchedulerCalls
 
 
-class StandInScheduler:
+class CalledScheduler:
     """Notes what a call does to SGLang's scheduler."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class StandInScheduler:
         return self.flushes
 
 
-class StandInWorker:
+class CalledWorker:
     """A weight worker that knows one method."""
 
     def __init__(self, scheduler: Any) -> None:
@@ -57,32 +57,32 @@ class StandInWorker:
 
 
 @pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> StandInScheduler:
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> CalledScheduler:
     messages = ModuleType("standin")
     for name in ("PauseGenerationReqInput", "ContinueGenerationReqInput", "DumperControlReqOutput"):
         setattr(messages, name, SimpleNamespace)
     messages.DumperControlReqInput = SimpleNamespace  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", messages)
     monkeypatch.setattr(calls_module, "_of_all_ranks", lambda _, mine: [mine])
-    monkeypatch.setattr(calls_module, "SglangWeightWorker", StandInWorker)
-    return StandInScheduler()
+    monkeypatch.setattr(calls_module, "SglangWeightWorker", CalledWorker)
+    return CalledScheduler()
 
 
-def call(scheduler: StandInScheduler, name: str, *arguments: Any) -> Any:
+def call(scheduler: CalledScheduler, name: str, *arguments: Any) -> Any:
     asked = SimpleNamespace(method="rose", body={"call": name, "args": list(arguments)})
     SchedulerCalls().handle(_never, scheduler, asked)
     return scheduler.said
 
 
 def test_a_pause_that_forgets_retracts_and_one_that_keeps_stays(
-    scheduler: StandInScheduler,
+    scheduler: CalledScheduler,
 ) -> None:
     assert call(scheduler, "pause", True).success
     assert call(scheduler, "pause", False).success
     assert scheduler.did == ["retract", "flush", "in_place"]
 
 
-def test_prefixes_that_stay_are_an_error(scheduler: StandInScheduler) -> None:
+def test_prefixes_that_stay_are_an_error(scheduler: CalledScheduler) -> None:
     scheduler.flushes = False
     said = call(scheduler, "pause", True)
     assert not said.success
@@ -90,30 +90,30 @@ def test_prefixes_that_stay_are_an_error(scheduler: StandInScheduler) -> None:
 
 
 def test_a_version_is_told_to_the_stamps_and_to_sglang(
-    scheduler: StandInScheduler, monkeypatch: pytest.MonkeyPatch
+    scheduler: CalledScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROSE_POLICY_VERSION", "0")
     call(scheduler, "activate", 7)
     assert (os.environ["ROSE_POLICY_VERSION"], scheduler.did) == ("7", ["7"])
 
 
-def test_methods_of_the_weight_worker_are_called_by_name(scheduler: StandInScheduler) -> None:
+def test_methods_of_the_weight_worker_are_called_by_name(scheduler: CalledScheduler) -> None:
     said = call(scheduler, "rose_weights_load", 2)
     assert said.response == [{"answer": {"pieces": 2}}]
 
 
-def test_an_error_goes_back_with_its_name(scheduler: StandInScheduler) -> None:
+def test_an_error_goes_back_with_its_name(scheduler: CalledScheduler) -> None:
     said = call(scheduler, "rose_weights_commit")
     assert not said.success
     assert "[rose:ProbeError] other logits" in said.error
 
 
 @pytest.mark.parametrize("name", ["__class__", "event_loop_normal", "handle"])
-def test_nothing_else_can_be_called(scheduler: StandInScheduler, name: str) -> None:
+def test_nothing_else_can_be_called(scheduler: CalledScheduler, name: str) -> None:
     assert "has no call" in call(scheduler, name).error
 
 
-def test_sglangs_own_use_of_the_way_is_left_alone(scheduler: StandInScheduler) -> None:
+def test_sglangs_own_use_of_the_way_is_left_alone(scheduler: CalledScheduler) -> None:
     seen: list[Any] = []
     asked = SimpleNamespace(method="get", body={})
     SchedulerCalls().handle(lambda *given: seen.append(given), scheduler, asked)
@@ -121,7 +121,7 @@ def test_sglangs_own_use_of_the_way_is_left_alone(scheduler: StandInScheduler) -
 
 
 async def test_answers_of_all_ranks_come_back_and_a_failure_raises(
-    scheduler: StandInScheduler,
+    scheduler: CalledScheduler,
 ) -> None:
     answers = [
         SimpleNamespace(success=True, response=[{"answer": 1}, {"answer": 2}], error=""),
