@@ -22,7 +22,6 @@ all return or raise ◄── + bytes or − an error ──┘
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -37,7 +36,6 @@ from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import ShardError, WeightError
 from weight_transfer.format.digest import Range
 from weight_transfer.format.manifest import Manifest, hex_digest
-from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import Bits, bits_of
 from weight_transfer.publish.sharding import Pieces, first_holders, piece, share, whole
 from weight_transfer.publish.shards import (
@@ -46,7 +44,7 @@ from weight_transfer.publish.shards import (
     ShardReport,
     ShardSettings,
 )
-from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S
+from weight_transfer.publish.version_publisher import VersionPublisher
 
 __all__ = ["ShardedPublisher", "local_weights", "state_pieces"]
 _GOOD, _BAD = b"+", b"-"
@@ -263,24 +261,21 @@ class ShardedPublisher:
     def __init__(
         self,
         store: ChunkStore,
-        job: str,
-        trainer: str,
         state: Mapping[str, torch.Tensor],
-        key: SigningKey | None = None,
+        signer: VersionPublisher | None = None,
         version: int = 0,
         origin: str = "",
         dtype: torch.dtype | None = None,
         ranks: Ranks | None = None,
         settings: ShardSettings | None = None,
-        lifetime_s: float = DEFAULT_LIFETIME_S,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         """Agree with all ranks on pieces and digests of `version`; a collective call.
 
-        `state`: state dict with checkpoint names, which holds `version`. `key`: signing key, needed
-        on rank 0 alone. `origin`: address that serves this rank's store, "" where all ranks share
-        rank 0's folder. `dtype`: type in which weights are published, None: as they are. Raise
-        ShardError on all ranks.
+        `state`: state dict with checkpoint names, which holds `version`. `signer`:
+        publisher that signs the job's versions into rank 0's `store`, needed on rank 0 alone.
+        `origin`: address that serves this rank's store, "" where all ranks share rank 0's folder.
+        `dtype`: type in which weights are published, None: as they are. Raise ShardError on all
+        ranks.
         """
         self._store = store
         self._ranks = ranks or Ranks()
@@ -296,13 +291,10 @@ class ShardedPublisher:
             return self._encoder.parts()
 
         def merge(parts: list[ShardReport]) -> Mapping[str, int]:
-            if key is None:
-                raise ShardError("the first rank signs; give it the job's key")
+            if signer is None:
+                raise ShardError("the first rank signs; give it a VersionPublisher with the key")
             origins = self._origins if any(self._origins) else ()
-            size = self._ranks.size
-            self._coordinator = ShardCoordinator(
-                store, job, trainer, key, size, origins, lifetime_s, clock
-            )
+            self._coordinator = ShardCoordinator(signer, self._ranks.size, origins)
             return self._coordinator.begin(parts)
 
         self._digests = self._agree_on_digests(begin, merge)

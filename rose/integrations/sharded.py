@@ -23,7 +23,7 @@ from rose.integrations.ranks import everywhere, from_first, rank
 from rose.integrations.settings import TrainerSettings
 from rose.weight_distribution import VersionServer
 from rose.weight_distribution.credentials import OPEN
-from weight_transfer import ChunkStore, Manifest, TensorBits
+from weight_transfer import ChunkStore, Manifest, TensorBits, VersionPublisher
 
 if TYPE_CHECKING:
     import torch
@@ -134,12 +134,13 @@ class ShardedPolicyPublisher(PolicyPublisher):
         if self._ranks is None:
             self._ranks = Ranks(timeout_s=settings.timeout_s)
         store, origin = everywhere(self._opened_store)
+        signer = None
+        if rank() == 0:
+            signer = VersionPublisher(store, settings.job, TRAINER, settings.signing_key())
         made = ShardedPublisher(
             store,
-            settings.job,
-            TRAINER,
             state,
-            settings.signing_key() if rank() == 0 else None,
+            signer,
             self._version + 1,
             origin,
             getattr(torch, layout.dtype),

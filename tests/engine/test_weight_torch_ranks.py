@@ -20,6 +20,7 @@ from weight_transfer import (
     read_safetensors,
     tensor_bits,
 )
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.torch import ShardedPublisher
 
 pytestmark = [pytest.mark.engine, pytest.mark.starts_others, pytest.mark.timeout(300)]
@@ -140,7 +141,7 @@ def test_a_plain_module_is_one_rank_that_owns_all(tmp_path: Path) -> None:
     state = model.state_dict()
     receiver = Receiver({name: tensor_bits(name, tensor) for name, tensor in state.items()})
     store = ChunkStore(tmp_path)
-    publisher = ShardedPublisher(store, "job", "trainer", state, KEY)
+    publisher = ShardedPublisher(store, state, VersionPublisher(store, "job", "trainer", KEY))
     for parameter in model.parameters():
         parameter.data.mul_(1.5)
     manifest = publisher.publish(1, model.state_dict())
@@ -152,5 +153,5 @@ def test_a_plain_module_is_one_rank_that_owns_all(tmp_path: Path) -> None:
         publisher.publish(1, model.state_dict())
     with pytest.raises(ShardError, match="is not bfloat16 any more"):
         publisher.publish(2, model.float().state_dict())
-    with pytest.raises(ShardError, match="give it the job's key"):
-        ShardedPublisher(store, "job", "trainer", state)
+    with pytest.raises(ShardError, match="give it a VersionPublisher"):
+        ShardedPublisher(store, state)

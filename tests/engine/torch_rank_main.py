@@ -38,6 +38,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from weight_transfer import ChunkStore, ShardError, SigningKey
 from weight_transfer.publish.shards import ShardSettings
+from weight_transfer.publish.version_publisher import VersionPublisher
 from weight_transfer.torch import Ranks, ShardedPublisher, state_pieces
 
 KEY = SigningKey.from_hex("09" * 32)
@@ -90,10 +91,9 @@ def save(where: Path, state: State) -> None:
 
 def publisher(where: Path, state: State, **options: object) -> ShardedPublisher:
     settings = ShardSettings(chunk_bytes=256, threads=2)
-    key = KEY if RANK == 0 else None
-    return ShardedPublisher(
-        ChunkStore(options.pop("root", where)), "job", "t", state, key, settings=settings, **options
-    )
+    store = ChunkStore(options.pop("root", where))
+    signer = VersionPublisher(store, "job", "t", KEY) if RANK == 0 else None
+    return ShardedPublisher(store, state, signer, settings=settings, **options)
 
 
 def train(model: nn.Module, where: Path, dtype: torch.dtype | None, **options: object) -> None:

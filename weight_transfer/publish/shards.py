@@ -18,7 +18,6 @@ again.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,10 +53,9 @@ from weight_transfer.format.manifest import (
     check_tiling,
     hex_digest,
 )
-from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import WIDTHS, Bits, unsigned, weight_class_of
 from weight_transfer.publish.sharding import LocalTensor, Piece
-from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S, VersionPublisher
+from weight_transfer.publish.version_publisher import VersionPublisher
 
 Spec = tuple[str, tuple[int, ...]]
 """Type name and shape of a checkpoint tensor."""
@@ -111,30 +109,23 @@ class ShardCoordinator:
 
     def __init__(
         self,
-        store: ChunkStore,
-        job: str,
-        trainer: str,
-        key: SigningKey,
+        publisher: VersionPublisher,
         ranks: int,
         origins: Sequence[str] = (),
-        lifetime_s: float = DEFAULT_LIFETIME_S,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Prepare a coordinator that signs with `key` and publishes to `store`.
+        """Prepare a coordinator whose versions `publisher` signs and stores.
 
-        `origins`: address that serves each rank's store, "" for ranks that put chunks into `store`
-        itself. Raise ShardError unless there is one for each rank, or none.
+        `origins`: address that serves each rank's store, "" for ranks that put chunks into the
+        publisher's store. Raise ShardError unless there is one for each rank, or none.
         """
         if origins and len(origins) != ranks:
             raise ShardError(f"{len(origins)} origins for {ranks} ranks; give one for each or none")
-        self._store = store
+        self._store = publisher.store
         self._ranks = ranks
         self._urls = tuple(dict.fromkeys(url for url in origins if url))
         self._origins = [self._urls.index(url) if url else None for url in origins]
         self._origins = self._origins or [None] * ranks
-        self._publisher = VersionPublisher(
-            store, job, trainer, key, lifetime_s=lifetime_s, clock=clock
-        )
+        self._publisher = publisher
         self._known: tuple[int, Mapping[str, int]] | None = None
 
     @property

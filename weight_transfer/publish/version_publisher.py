@@ -47,6 +47,11 @@ class VersionPublisher:
         self._on_update = on_update
         self._known: tuple[int | None, Mapping[str, int]] = None, {}
 
+    @property
+    def store(self) -> ChunkStore:
+        """Store of the manifests and of the chunks that this process encodes."""
+        return self._store
+
     def publish(
         self,
         version: int,

@@ -31,6 +31,7 @@ from weight_transfer.publish.sharding import (
     whole,
 )
 from weight_transfer.publish.shards import ShardCoordinator, ShardEncoder, ShardSettings
+from weight_transfer.publish.version_publisher import VersionPublisher
 
 KEY = SigningKey.from_hex("08" * 32)
 Dense = dict[str, TensorBits]
@@ -139,6 +140,10 @@ def weights(local: Local) -> dict[str, LocalBits]:
     return {name: LocalBits("bfloat16", np.ravel(bits)) for name, bits in local.items()}
 
 
+def publisher_of(store: ChunkStore) -> VersionPublisher:
+    return VersionPublisher(store, "job", "trainer", KEY, clock=lambda: 0.0)
+
+
 class Trainer:
     """Ranks with stores of their own, a coordinator and a receiver that starts from the dense."""
 
@@ -159,9 +164,7 @@ class Trainer:
             for rank in range(ranks)
         ]
         urls = [] if shared else ["", *(f"http://rank-{rank}" for rank in range(1, ranks))]
-        self.coordinator = ShardCoordinator(
-            self.stores[0], "job", "trainer", KEY, ranks, urls, clock=lambda: 0.0
-        )
+        self.coordinator = ShardCoordinator(publisher_of(self.stores[0]), ranks, urls)
         self.coordinator.begin([encoder.parts() for encoder in self.encoders])
         self.receiver = Receiver(model)
 

@@ -11,7 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from shard_cases import KEY, Shape, Trainer, cut, dense, pieces, rows_only, weights
+from shard_cases import (
+    KEY,
+    Shape,
+    Trainer,
+    cut,
+    dense,
+    pieces,
+    publisher_of,
+    rows_only,
+    weights,
+)
 from weight_cases import next_model, stepped, tensor
 
 from weight_transfer.apply.receiver import Receiver
@@ -331,7 +341,7 @@ def test_a_baseline_is_what_was_published_whatever_the_trainer_does_next(tmp_pat
     live = old["w"].bits.copy()
     held = {"w": LocalBits("bfloat16", live)}
     encoder = ShardEncoder(ChunkStore(tmp_path), 0, rows_only(old, 0, 1), held)
-    coordinator = ShardCoordinator(ChunkStore(tmp_path), "j", "t", KEY, 1, clock=lambda: 0.0)
+    coordinator = ShardCoordinator(publisher_of(ChunkStore(tmp_path)), 1)
     digests = coordinator.begin([encoder.parts()])
     live[3] += 1
     published = live.copy()
@@ -378,7 +388,7 @@ def test_a_trainer_that_resumed_from_other_weights_is_told(tmp_path: Path) -> No
         ]
         return [encoder.parts() for encoder in encoders]
 
-    again = ShardCoordinator(trainer.stores[0], "job", "trainer", KEY, 2)
+    again = ShardCoordinator(publisher_of(trainer.stores[0]), 2)
     with pytest.raises(ShardError, match="other weights than version 1"):
         again.begin(resumed(model))
     with pytest.raises(ShardError, match="no digests are known"):
@@ -424,7 +434,7 @@ def test_a_rank_holds_its_shard_and_about_two_chunks_a_thread(tmp_path: Path) ->
     held = {"w": LocalBits("bfloat16", old.bits)}
     one = ShardSettings(chunk_bytes=chunk, threads=1)
     encoder = ShardEncoder(ChunkStore(tmp_path), 0, rows_only({"w": old}, 0, 1), held, 0, one)
-    coordinator = ShardCoordinator(ChunkStore(tmp_path), "j", "t", KEY, 1, clock=lambda: 0.0)
+    coordinator = ShardCoordinator(publisher_of(ChunkStore(tmp_path)), 1)
     digests = coordinator.begin([encoder.parts()])
     tracemalloc.start()
     try:
