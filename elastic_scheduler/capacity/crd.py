@@ -19,58 +19,61 @@ from pydantic.fields import FieldInfo
 
 from elastic_scheduler.capacity.gate import CLI
 from elastic_scheduler.capacity.policy import (
-    BlackoutWindow,
-    Canary,
+    PARTS,
     CapacityPolicy,
-    HostReserve,
-    MaxHarvest,
-    MaxHostBusy,
-    NodeSelector,
-    SloBudget,
-    TenantLimit,
-    Watermarks,
+    DailyWindow,
     duration_text,
 )
 
 _DROPPED: Final = frozenset({"title", "additionalProperties"})
-_NESTED: Final[dict[str, type[BaseModel]]] = {
-    "nodeSelector": NodeSelector,
-    "maxHarvest": MaxHarvest,
-    "reserve": HostReserve,
-    "watermarks": Watermarks,
-    "blackoutWindows[]": BlackoutWindow,
-    "tenants[]": TenantLimit,
-    "canary": Canary,
-    "maxHostBusy": MaxHostBusy,
-    "sloBudget": SloBudget,
-}
 GROUP: Final = "rose.dev"
 VERSION: Final = "v1alpha1"
 KIND: Final = "RoseCapacityPolicy"
 PLURAL: Final = "rosecapacitypolicies"
 _MAX_CONDITIONS: Final = 16
 _MAX_LIMITS: Final = 32
+_WINDOWS: Final = tuple(path for path, part in PARTS.items() if part is DailyWindow)
 # Place in the schema of the spec, the rule, and what to do if it does not hold.
 _RULES: Final = (
     (
         "",
-        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.compute)"
+        "!has(self.mode) || self.mode != 'Active' || !has(self.maxHarvest)"
+        " || !has(self.maxHarvest.compute)"
         " || self.maxHarvest.compute > 0.0",
         "maxHarvest.compute 0 lends nothing, though mode is Active; raise it, or write mode Off",
     ),
     (
         "",
-        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.deploymentShare)"
+        "!has(self.mode) || self.mode != 'Active' || !has(self.maxHarvest)"
+        " || !has(self.maxHarvest.deploymentShare)"
         " || self.maxHarvest.deploymentShare > 0.0",
         "maxHarvest.deploymentShare 0 lends nothing, though mode is Active; raise it, or write"
         " mode Off",
     ),
     (
         "",
-        "self.mode != 'Active' || !has(self.maxHarvest) || !has(self.maxHarvest.nodes)"
+        "!has(self.mode) || self.mode != 'Active' || !has(self.maxHarvest)"
+        " || !has(self.maxHarvest.nodes)"
         " || (type(self.maxHarvest.nodes) == string ? self.maxHarvest.nodes != '0%'"
         " : self.maxHarvest.nodes != 0)",
         "maxHarvest.nodes 0 lends nothing, though mode is Active; raise it, or write mode Off",
+    ),
+    (
+        "",
+        "!has(self.mode) || self.mode != 'Active' || !has(self.maxHarvest)"
+        " || !has(self.maxHarvest.guests) || self.maxHarvest.guests > 0",
+        "maxHarvest.guests 0 lends nothing, though mode is Active; raise it, or write mode Off",
+    ),
+    (
+        "",
+        "!has(self.from) || !has(self.until) || self.from < self.until",
+        "until: not after from, so the policy never counts; swap them",
+    ),
+    (
+        "nodeSelector.matchExpressions[]",
+        "(self.operator == 'In' || self.operator == 'NotIn')"
+        " == (has(self.values) && size(self.values) > 0)",
+        "operators In and NotIn need values; Exists and DoesNotExist take none",
     ),
     (
         "",
@@ -111,25 +114,34 @@ _RULES: Final = (
         " && duration(self.over) <= duration('10m'))",
         "maxHostBusy.over: write 1s to 10m",
     ),
-    (
-        "blackoutWindows[]",
-        "self.from != self.to && self.from != '24:00'",
-        "a window that begins when it ends is empty; write 00:00 to 24:00 for whole days",
+    *(
+        (
+            path,
+            "self.from != self.to && self.from != '24:00'",
+            "a window that begins when it ends is empty; write 00:00 to 24:00 for whole days",
+        )
+        for path in _WINDOWS
     ),
 )
 # Lists that the API server merges by key or by value; all other lists are replaced whole.
 _LISTS: Final[dict[str, dict[str, Any]]] = {
     "tenants": {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["job"]},
-    "blackoutWindows": {"x-kubernetes-list-type": "atomic"},
-    "blackoutWindows[].days": {"x-kubernetes-list-type": "set", "minItems": 1, "maxItems": 7},
+    **{path.removesuffix("[]"): {"x-kubernetes-list-type": "atomic"} for path in _WINDOWS},
+    **{
+        f"{path}.days": {"x-kubernetes-list-type": "set", "minItems": 1, "maxItems": 7}
+        for path in _WINDOWS
+    },
+    "nodeSelector.matchExpressions": {"x-kubernetes-list-type": "atomic", "maxItems": 64},
+    "nodeSelector.matchExpressions[].values": {"x-kubernetes-list-type": "set", "maxItems": 64},
     "nodeSelector.names": {"x-kubernetes-list-type": "set", "maxItems": 1_024},
     "nodeSelector.matchLabels": {"maxProperties": 64},
 }
 _BOUNDS: Final[dict[str, dict[str, Any]]] = {
-    "blackoutWindows[].timeZone": {
-        "maxLength": 64,
-        "pattern": "^[A-Za-z_]+(/[A-Za-z0-9_+-]+)*$",
+    **{
+        f"{path}.timeZone": {"maxLength": 64, "pattern": "^[A-Za-z_]+(/[A-Za-z0-9_+-]+)*$"}
+        for path in _WINDOWS
     },
+    "nodeSelector.matchExpressions[].values[]": {"maxLength": 253},
     "nodeSelector.names[]": {"maxLength": 253},
 }
 _COLUMNS: Final = (
@@ -214,17 +226,20 @@ def docs_table() -> str:
     return "\n".join(rows)
 
 
-def _rows() -> Iterator[tuple[str, str, str]]:
-    for path, field in _fields(CapacityPolicy):
-        nested = next((m for p, m in _NESTED.items() if p.removesuffix("[]") == path), None)
+def _rows(
+    model: type[BaseModel] = CapacityPolicy, path: str = "", note: str = ""
+) -> Iterator[tuple[str, str, str]]:
+    for name, field in _fields(model):
+        here = f"{path}.{name}".removeprefix(".")
+        nested = next((each for each in (here, f"{here}[]") if each in PARTS), None)
+        meaning = field.description or ""
         if nested is None:
-            yield path, _default(CapacityPolicy, path, field), field.description or ""
-            continue
-        whole = path + ("[]" if f"{path}[]" in _NESTED else "")
-        absent = " (only where the object is there)" if field.default is None else ""
-        for name, inner in _fields(nested):
-            meaning = (inner.description or "") + absent
-            yield f"{whole}.{name}", _default(nested, name, inner), meaning
+            yield here, _default(model, name, field), meaning + note
+        elif (first := next(p for p in PARTS if PARTS[p] is PARTS[nested])) != nested:
+            yield nested, _default(model, name, field), f"{meaning}, as `{first}`"
+        else:
+            absent = " (only where the object is there)" if field.default is None else ""
+            yield from _rows(PARTS[nested], nested, absent)
 
 
 def _fields(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from elastic_scheduler.capacity.policy import (
     LEASE_TTL_S,
-    BlackoutWindow,
     CapacityPolicy,
+    DailyWindow,
     MaxHostBusy,
     PolicyMode,
     SloBudget,
@@ -32,6 +32,7 @@ from elastic_scheduler.capacity.policy import (
 from elastic_scheduler.leases.lease_table import HarvestMode
 
 NO_POLICY: Final = "no policy matches this node"
+NO_MODE: Final = "no policy has a mode"
 _MODES: Final = tuple(PolicyMode)
 _STOPS: Final = tuple(StopPolicy)
 PATHS: Final[Mapping[str, str]] = {
@@ -40,12 +41,14 @@ PATHS: Final[Mapping[str, str]] = {
     "maxHarvest.compute": "compute",
     "maxHarvest.memory": "memory_bytes",
     "maxHarvest.nodes": "node_caps",
+    "maxHarvest.guests": "guest_caps",
     "maxHarvest.deploymentShare": "deployment_share",
     "reserve.kvHeadroom": "kv_headroom",
     "slackShare": "slack_share",
     "watermarks": "watermarks",
     "cooldown": "cooldown_s",
     "blackoutWindows": "blackouts",
+    "allowedWindows": "allowed",
     "tenants": "tenants",
     "canary.percent": "canary_percent",
     "staleAfter": "stale_after_s",
@@ -63,7 +66,7 @@ class EffectivePolicy:
     """Policy in force for one node: each field's strictest value among the matching policies.
 
     None means that no policy bounds the field. policies: names of those that match. decided_by: the
-    policy behind each bounded field, by the field's path in files. All blackouts, node_caps and
+    policy behind each bounded field, by the field's path in files. All windows, caps on counts and
     tenants hold, so they are listed with their policies.
     """
 
@@ -73,12 +76,14 @@ class EffectivePolicy:
     compute: float | None = None
     memory_bytes: int | None = None
     node_caps: tuple[tuple[str, int | str], ...] = ()
+    guest_caps: tuple[tuple[str, int], ...] = ()
     deployment_share: float | None = None
     kv_headroom: float = 0.0
     slack_share: float | None = None
     watermarks: Watermarks | None = None
     cooldown_s: float = 0.0
-    blackouts: tuple[tuple[str, BlackoutWindow], ...] = ()
+    blackouts: tuple[tuple[str, DailyWindow], ...] = ()
+    allowed: tuple[tuple[str, DailyWindow], ...] = ()
     tenants: tuple[tuple[str, TenantLimit], ...] = ()
     canary_percent: float = 100.0
     stale_after_s: float = LEASE_TTL_S
@@ -177,16 +182,22 @@ def effective(
     )
     if not matching:
         return EffectivePolicy(decided_by={"mode": NO_POLICY})
-    decided: dict[str, str] = {}
+    decided = {"mode": NO_MODE}
     fold = _Fold(matching, decided)
     blackouts = tuple((p.name, window) for p in matching for window in p.blackout_windows)
+    allowed = tuple((p.name, window) for p in matching for window in p.allowed_windows)
     node_caps = tuple(
         (p.name, p.max_harvest.nodes) for p in matching if p.max_harvest.nodes is not None
+    )
+    guest_caps = tuple(
+        (p.name, p.max_harvest.guests) for p in matching if p.max_harvest.guests is not None
     )
     tenants = tuple((p.name, tenant) for p in matching for tenant in p.tenants)
     for path, each in (
         ("blackoutWindows", blackouts),
+        ("allowedWindows", allowed),
         ("maxHarvest.nodes", node_caps),
+        ("maxHarvest.guests", guest_caps),
         ("tenants", tenants),
     ):
         if each:
@@ -195,7 +206,7 @@ def effective(
     lows = [p.watermarks.low for p in matching if p.watermarks is not None]
     return EffectivePolicy(
         policies=tuple(policy.name for policy in matching),
-        mode=fold.pick("mode", lambda p: p.mode, _MODES.index),
+        mode=fold.pick("mode", lambda p: p.mode, _MODES.index, PolicyMode.ADVISORY),
         stop_policy=fold.pick(
             "stopPolicy", lambda p: p.stop_policy, lambda s: -_STOPS.index(s), StopPolicy.NONE
         ),
@@ -209,7 +220,9 @@ def effective(
         watermarks=None if high is None else Watermarks(high=high.high, low=min(lows)),
         cooldown_s=fold.pick("cooldown", lambda p: p.cooldown_s, _most, 0.0),
         blackouts=blackouts,
+        allowed=allowed,
         node_caps=node_caps,
+        guest_caps=guest_caps,
         tenants=tenants,
         canary_percent=fold.pick("canary.percent", lambda p: p.canary.percent, _least, 100.0),
         stale_after_s=fold.pick("staleAfter", lambda p: p.stale_after_s, _least, LEASE_TTL_S),

@@ -19,7 +19,7 @@ Dedicated replicas belong to the jobs and are leased in any case.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -189,6 +189,7 @@ class CapacityGate:
         self._withheld: dict[str, Limit] = {}
         self._held: dict[str, Limit] = {}
         self._dark: dict[str, list[str]] = {}
+        self._counting: tuple[CapacityPolicy, ...] = ()
         self._counted: dict[str, dict[str, tuple[int, int]]] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._effective: dict[str, EffectivePolicy] = {}
@@ -199,6 +200,7 @@ class CapacityGate:
         self._wall_s: float | None = None
         self._changed = True
         self.judgements = 0
+        self._look_at_the_clock()
 
     # ---- policies ----
 
@@ -240,8 +242,9 @@ class CapacityGate:
     def delete(self, name: str) -> bool:
         """Take a policy out of force; return True if it was in force."""
         self._halted.pop(name, None)
+        found = self._policies.pop(name, None)
         self._forget()
-        return self._policies.pop(name, None) is not None
+        return found is not None
 
     def withhold(self, policies: Mapping[str, Limit]) -> None:
         """Hold the nodes of these policies for the given reasons; end other holds of this kind."""
@@ -316,7 +319,7 @@ class CapacityGate:
         for each in facts:
             if self._labels.get(each.name) != each.labels or each.name not in self._effective:
                 self._labels[each.name] = dict(each.labels)
-                self._effective[each.name] = effective(self.policies, each.name, each.labels)
+                self._effective[each.name] = effective(self._counting, each.name, each.labels)
         acts = self._judge_holds(facts, now_s)
         return acts + self._judge_nodes(facts, now_s)
 
@@ -326,11 +329,9 @@ class CapacityGate:
         If a cap counts nodes, its verdict is settled only by the next `judge`, which sees them all.
         """
         self._begin(now_s)
-        if not self._dark:
-            self._look_at_the_clock()
         self._changed = True
         self._labels[node.name] = dict(node.labels)
-        self._effective[node.name] = effective(self.policies, node.name, node.labels)
+        self._effective[node.name] = effective(self._counting, node.name, node.labels)
         settling = Limit(LimitKind.SETTLING, "other nodes are not counted yet")
         counted = (settling,) if self._is_counted(node.name) else ()
         verdict = self._judged(node, counted, settled=not counted)
@@ -400,7 +401,7 @@ class CapacityGate:
 
     def weight_of(self, job: str) -> float:
         """Return a job's priority: the least that any policy sets for it, 1 by default."""
-        said = [t.priority for p in self._policies.values() for t in p.tenants if t.job == job]
+        said = [t.priority for p in self._counting for t in p.tenants if t.job == job]
         return min(said, default=1.0)
 
     def admits(self, job: str, offer: Offer, held: Iterable[tuple[str, str]]) -> bool:
@@ -410,17 +411,22 @@ class CapacityGate:
         """
         if offer.kind is ReplicaKind.DEDICATED:
             return True
+        here = [policy for policy in self._counting if self._matches(policy, offer.node)]
         quotas = [
-            (policy, tenant.max_guests)
-            for policy in self._policies.values()
+            (policy, tenant.max_guests, job)
+            for policy in here
             for tenant in policy.tenants
             if tenant.job == job and tenant.max_guests is not None
+        ] + [
+            (policy, policy.max_harvest.guests, None)
+            for policy in here
+            if policy.max_harvest.guests is not None
         ]
-        own = [node for owner, node in held if owner == job] if quotas else []
+        leased = list(held) if quotas else []
         return all(
-            sum(self._matches(policy, node) for node in own) < most
-            for policy, most in quotas
-            if self._matches(policy, offer.node)
+            sum(whose in (None, owner) and self._matches(policy, node) for owner, node in leased)
+            < most
+            for policy, most, whose in quotas
         )
 
     def _allows(self, offer: Offer, *modes: HarvestMode) -> bool:
@@ -434,6 +440,7 @@ class CapacityGate:
         return policy.node_selector.matches(node, self._labels.get(node, {}))
 
     def _forget(self) -> None:
+        self._look_at_the_clock()
         self._effective.clear()
         self._changed = True
 
@@ -478,15 +485,16 @@ class CapacityGate:
             self._began_s = now_s
 
     def _look_at_the_clock(self) -> None:
-        """Record the blackout windows of each policy that hold now, once for all nodes."""
-        self._dark = {
-            policy.name: [
-                f"blackout {window} ({policy.name})"
-                for window in policy.blackout_windows
-                if self._wall_s is None or window.holds_at(self._wall_s)
-            ]
-            for policy in self._policies.values()
-        }
+        """Record which policies count now and which windows hold, once for all nodes.
+
+        While the time is unknown every policy counts, and none with a time or a window lends.
+        """
+        wall_s = self._wall_s
+        counting = tuple(each for each in self.policies if wall_s is None or each.counts_at(wall_s))
+        if counting != self._counting:
+            self._counting = counting
+            self._effective.clear()
+        self._dark = {policy.name: list(_dark(policy, wall_s)) for policy in counting}
 
     def _is_counted(self, node: str) -> bool:
         policy = self._effective[node]
@@ -604,7 +612,7 @@ class CapacityGate:
 
         chosen: dict[str, set[str]] = {}
         lendable = [each for each in facts if self._lendable(each.name)]
-        for policy in self.policies:
+        for policy in self._counting:
             limit = policy.max_harvest.nodes
             if limit is None:
                 continue
@@ -642,6 +650,18 @@ class CapacityGate:
             return False
         # An advising node is counted with the acting ones if all only advise.
         return policy.mode is PolicyMode.ADVISORY or self._only_advises(node, policy) is None
+
+
+def _dark(policy: CapacityPolicy, wall_s: float | None) -> Iterator[str]:
+    """Yield the reasons why nothing is lent at a time by this policy's windows."""
+    for window in policy.blackout_windows:
+        if wall_s is None or window.holds_at(wall_s):
+            yield f"blackout {window} ({policy.name})"
+    allowed = policy.allowed_windows
+    if wall_s is None and (allowed or policy.is_timed):
+        yield f"the time is not known yet ({policy.name})"
+    elif allowed and not any(window.holds_at(wall_s or 0.0) for window in allowed):
+        yield f"outside allowedWindows {'; '.join(map(str, allowed))} ({policy.name})"
 
 
 def _noted(change: HoldChange) -> CapacityNote:

@@ -9,7 +9,8 @@ A moment lies in a blackout window by what a clock on the wall of its zone shows
 change to summer time skips is in no window, one that comes twice in autumn is in it both times, and
 a window that crosses midnight belongs to the day on which it begins.
 
-Nothing in a policy lends by itself: the default mode only computes and reports what it would do.
+Nothing in a policy lends by itself: without a mode it only bounds what others allow, and nodes
+that no policy with a mode selects compute and report what they would do.
 """
 
 import difflib
@@ -18,6 +19,7 @@ import re
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Final, Self
@@ -120,6 +122,12 @@ def most_of(limit: int | str, count: int) -> int:
     return int(count * float(limit.removesuffix("%")) / 100 + 1e-9)
 
 
+def share_of(value: object) -> object:
+    """Return a share as `20%` as a number of 0 to 1; another value as it is, to be checked next."""
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    return float(match[1]) / 100 if match else value
+
+
 def _schema(kind: str, pattern: str) -> WithJsonSchema:
     return WithJsonSchema({"type": kind, "pattern": f"^{pattern}$", "maxLength": _MOST_CHARS})
 
@@ -141,7 +149,7 @@ CountOrShare = Annotated[
     BeforeValidator(count_or_share),
     WithJsonSchema(_INT_OR_STRING | {"pattern": r"^([0-9]{1,2}(\.[0-9]+)?|100(\.0+)?)%$"}),
 ]
-Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0), BeforeValidator(share_of)]
 
 
 _CLOCK = re.compile(r"([01][0-9]|2[0-3]):([0-5][0-9])|24:00")
@@ -191,6 +199,17 @@ def _known_zone(name: str) -> str:
     return name
 
 
+def _zoned(moment: datetime) -> datetime:
+    if moment.tzinfo is None:
+        raise ValueError("a moment without a zone; write one as 2026-12-27T08:00:00Z or …+01:00")
+    return moment
+
+
+Moment = Annotated[
+    datetime,
+    AfterValidator(_zoned),
+    WithJsonSchema({"type": "string", "format": "date-time", "maxLength": _MOST_CHARS}),
+]
 Clock = Annotated[
     str,
     AfterValidator(_clock),
@@ -198,8 +217,8 @@ Clock = Annotated[
 ]
 
 
-class BlackoutWindow(BaseModel):
-    """Hours in which nothing is lent: lent capacity is returned when they begin."""
+class DailyWindow(BaseModel):
+    """Hours of a day, on some days of the week, by the clocks of a time zone."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True
@@ -287,27 +306,73 @@ def _policy_name(name: str) -> str:
     return name
 
 
+class LabelOperator(StrEnum):
+    """Comparison of a node's label with values, as in Kubernetes."""
+
+    IN = "In"
+    NOT_IN = "NotIn"
+    EXISTS = "Exists"
+    DOES_NOT_EXIST = "DoesNotExist"
+
+
+class LabelRequirement(_Part):
+    """Requirement on one label of a node."""
+
+    key: str = Field(min_length=1, max_length=317, description="the label's key")
+    operator: LabelOperator = Field(description="In, NotIn, Exists or DoesNotExist")
+    values: tuple[str, ...] = Field(default=(), description="values, for In and NotIn alone")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        compares = self.operator in (LabelOperator.IN, LabelOperator.NOT_IN)
+        if compares is not bool(self.values):
+            does = "needs values; write them" if compares else "takes no values; leave them out"
+            raise ValueError(f"operator {self.operator} {does}")
+        return self
+
+    def holds(self, labels: Mapping[str, str]) -> bool:
+        """Return True if these labels meet the requirement; NotIn holds without the label."""
+        value = labels.get(self.key)
+        match self.operator:
+            case LabelOperator.IN:
+                return value in self.values
+            case LabelOperator.NOT_IN:
+                return value not in self.values
+            case LabelOperator.EXISTS:
+                return value is not None
+        return value is None
+
+
 class NodeSelector(_Part):
     """Nodes of a policy: those with all of the labels, and of the names if there are."""
 
     match_labels: dict[str, str] = Field(
         default={}, description="labels that a node must have, all of them"
     )
+    match_expressions: tuple[LabelRequirement, ...] = Field(
+        default=(), description="requirements on labels, all of them"
+    )
     names: tuple[str, ...] = Field(
-        default=(), description="names of nodes, any of them; none: all nodes"
+        default=(),
+        description="names of nodes, or patterns as serving-*, any of them; none: all nodes",
     )
 
     def matches(self, node: str, labels: Mapping[str, str]) -> bool:
         """Return True if a node with this name and these labels is selected."""
-        named = not self.names or node in self.names
-        return named and all(labels.get(key) == value for key, value in self.match_labels.items())
+        return (
+            (not self.names or any(fnmatchcase(node, name) for name in self.names))
+            and all(labels.get(key) == value for key, value in self.match_labels.items())
+            and all(each.holds(labels) for each in self.match_expressions)
+        )
 
     def no_nodes(self) -> str:
         """Return a line for people that says that the selector matches no attached node."""
         line = "no attached node has the labels or names of its nodeSelector"
-        texts = (*self.names, *self.match_labels, *self.match_labels.values())
+        texts = (*self.match_labels, *self.match_labels.values())
         pattern = next((text for text in texts if set(text) & set("*?[")), None)
-        return f"{line}; {pattern[:80]!r} is compared as it stands, no pattern" if pattern else line
+        if pattern is None:
+            return line
+        return f"{line}; the label {pattern[:80]!r} is compared as it stands: use matchExpressions"
 
 
 class MaxHarvest(_Part):
@@ -322,6 +387,9 @@ class MaxHarvest(_Part):
     nodes: CountOrShare | None = Field(
         default=None, description="nodes of this policy that lend at once, as 3 or 25%"
     )
+    guests: int | None = Field(
+        default=None, ge=0, description="guests that have leases at once on nodes of this policy"
+    )
     deployment_share: Share | None = Field(
         default=None,
         description="share of the hosts of one deployment (label rose.dev/deployment) that lend"
@@ -332,7 +400,7 @@ class MaxHarvest(_Part):
 class HostReserve(_Part):
     """Memory of the host that stays free."""
 
-    kv_headroom: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+    kv_headroom: Annotated[float, Field(ge=0.0, lt=1.0), BeforeValidator(share_of)] = Field(
         default=0.0, description="share of the host's KV memory that is neither used nor lent"
     )
 
@@ -340,10 +408,10 @@ class HostReserve(_Part):
 class Watermarks(_Part):
     """Shares of the host's KV memory in use between which guests give way."""
 
-    high: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+    high: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(share_of)] = Field(
         default=0.90, description="above it a guest's KV memory is halved"
     )
-    low: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+    low: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(share_of)] = Field(
         default=0.80, description="below it a guest may grow again"
     )
 
@@ -366,13 +434,16 @@ class TenantLimit(_Part):
     )
 
 
+def _percent_of(value: object) -> object:
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    return float(match[1]) if match else value
+
+
 class Canary(_Part):
     """Share of the policy's nodes that act while the others only advise."""
 
-    percent: float = Field(
+    percent: Annotated[float, Field(ge=0.0, le=100.0), BeforeValidator(_percent_of)] = Field(
         default=100.0,
-        ge=0.0,
-        le=100.0,
         description="percent of all names of nodes; the same nodes each time, more as it grows."
         " When a host burns its SLO budget while it lends, the policy halts",
     )
@@ -381,10 +452,8 @@ class Canary(_Part):
 class SloBudget(_Part):
     """Error budget of each host, which lending must not burn."""
 
-    objective: float = Field(
+    objective: Annotated[float, Field(gt=0.0, lt=1.0), BeforeValidator(share_of)] = Field(
         default=0.99,
-        gt=0.0,
-        lt=1.0,
         description="share of the host's requests that must meet its targets",
     )
     min_bad: int = Field(
@@ -402,7 +471,7 @@ class SloBudget(_Part):
 class MaxHostBusy(_Part):
     """Busy share of a host above which it lends nothing."""
 
-    share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+    share: Annotated[float, Field(gt=0.0, le=1.0), BeforeValidator(share_of)] = Field(
         default=0.85, description="busy share at which it is held"
     )
     resume: Share = Field(default=0.70, description="busy share below which it lends again")
@@ -422,6 +491,13 @@ class MaxHostBusy(_Part):
         return self
 
 
+def _mode(value: object) -> object:
+    if value is None:
+        raise ValueError("write Off, Advisory or Active, or leave it out")
+    # YAML 1.1, and with it kubectl and Helm, reads an unquoted Off as false.
+    return PolicyMode.OFF if value is False else value
+
+
 class CapacityPolicy(_Part):
     """Policy for the nodes that its selector names. Of several the strictest wins, by field."""
 
@@ -431,10 +507,11 @@ class CapacityPolicy(_Part):
     node_selector: NodeSelector = Field(
         default=NodeSelector(), description="nodes that it is for (all)"
     )
-    mode: PolicyMode = Field(
-        default=PolicyMode.ADVISORY,
+    mode: Annotated[PolicyMode | None, BeforeValidator(_mode)] = Field(
+        default=None,
         description="Off lends nothing; Advisory computes and says what it would do, and lends"
-        " nothing; Active lends",
+        " nothing; Active lends. Without one it has no opinion: other policies decide, and where"
+        " none of them has a mode it is Advisory",
     )
     stop_policy: StopPolicy = Field(
         default=StopPolicy.NONE,
@@ -455,8 +532,20 @@ class CapacityPolicy(_Part):
         alias="cooldown",
         description="least pause between a revocation and the next lease of the replica",
     )
-    blackout_windows: Annotated[tuple[BlackoutWindow, ...], Field(max_length=MAX_WINDOWS)] = Field(
+    blackout_windows: Annotated[tuple[DailyWindow, ...], Field(max_length=MAX_WINDOWS)] = Field(
         default=(), description="hours in which nothing is lent"
+    )
+    allowed_windows: Annotated[tuple[DailyWindow, ...], Field(max_length=MAX_WINDOWS)] = Field(
+        default=(), description="hours outside of which nothing is lent"
+    )
+    during: Annotated[tuple[DailyWindow, ...], Field(max_length=MAX_WINDOWS)] = Field(
+        default=(), description="hours in which this policy counts at all"
+    )
+    begin: Moment | None = Field(
+        default=None, alias="from", description="moment from which it counts, with its zone"
+    )
+    until: Moment | None = Field(
+        default=None, description="moment until which this policy counts, as 2026-12-27T08:00:00Z"
     )
     tenants: Annotated[tuple[TenantLimit, ...], Field(max_length=MAX_TENANTS)] = Field(
         default=(), description="priorities and quotas of jobs; others have 1 and none"
@@ -493,6 +582,8 @@ class CapacityPolicy(_Part):
             raise ValueError(f"reclaimDeadline: {self.reclaim_deadline_s:g} s; write 1s to 10m")
         if not self.cooldown_s <= 86_400.0:
             raise ValueError("cooldown: more than a day; write a blackout window, or mode Off")
+        if self.begin and self.until and self.until <= self.begin:
+            raise ValueError("until: not after from, so the policy never counts; swap them")
         jobs = [tenant.job for tenant in self.tenants]
         twice = next((job for job in jobs if jobs.count(job) > 1), None)
         if twice is not None:
@@ -509,19 +600,30 @@ class CapacityPolicy(_Part):
         for path, cap in (
             ("maxHarvest.compute", most.compute),
             ("maxHarvest.nodes", most.nodes),
+            ("maxHarvest.guests", most.guests),
             ("maxHarvest.deploymentShare", most.deployment_share),
         ):
             if cap in (0, "0%"):
                 return f"{path} {cap}"
         return None
 
+    @property
+    def is_timed(self) -> bool:
+        """True if there are times at which the policy does not count."""
+        return bool(self.during or self.begin or self.until)
+
+    def counts_at(self, wall_s: float) -> bool:
+        """Return True if the policy counts at a time, in Unix seconds."""
+        return (
+            (self.begin is None or wall_s >= self.begin.timestamp())
+            and (self.until is None or wall_s < self.until.timestamp())
+            and (not self.during or any(window.holds_at(wall_s) for window in self.during))
+        )
+
     def to_json(self) -> str:
-        """Return the policy as JSON: its name, its mode, and fields that are not at their
-        defaults.
-        """
+        """Return the policy as JSON: its name, and the fields that are not at their defaults."""
         said = self.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-        first = {"name": self.name, "mode": self.mode.value}
-        return json.dumps(first | said, separators=(",", ":"))
+        return json.dumps({"name": self.name} | said, separators=(",", ":"))
 
 
 def parse_policy(text: str | bytes) -> CapacityPolicy:
@@ -585,9 +687,10 @@ def _line(error: ValidationError) -> str:
     ).removeprefix(".")
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(first["loc"][-1]), _known_keys(), n=1)
+        known = _known_paths()
+        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
         message = "there is no such field; " + (
-            f"did you mean {near[0]}?" if near else "see docs/capacity-policy.md"
+            f"did you mean {known[near[0]]}?" if near else "see docs/capacity-policy.md"
         )
     elif first["type"] == "missing":
         message = "is missing; write it"
@@ -596,19 +699,29 @@ def _line(error: ValidationError) -> str:
     return f"{path}: {message}" if path else message
 
 
-PARTS: Final[tuple[type[BaseModel], ...]] = (
-    CapacityPolicy,
-    NodeSelector,
-    MaxHarvest,
-    HostReserve,
-    Watermarks,
-    BlackoutWindow,
-    TenantLimit,
-    Canary,
-    MaxHostBusy,
-    SloBudget,
-)
+# Objects within a policy, by their paths.
+PARTS: Final[dict[str, type[BaseModel]]] = {
+    "nodeSelector": NodeSelector,
+    "nodeSelector.matchExpressions[]": LabelRequirement,
+    "maxHarvest": MaxHarvest,
+    "reserve": HostReserve,
+    "watermarks": Watermarks,
+    "blackoutWindows[]": DailyWindow,
+    "allowedWindows[]": DailyWindow,
+    "during[]": DailyWindow,
+    "tenants[]": TenantLimit,
+    "canary": Canary,
+    "maxHostBusy": MaxHostBusy,
+    "sloBudget": SloBudget,
+}
 
 
-def _known_keys() -> list[str]:
-    return sorted({f.alias or n for part in PARTS for n, f in part.model_fields.items()})
+def _known_paths() -> dict[str, str]:
+    """Return the path of a field by its last part; of several the first."""
+    found: dict[str, str] = {}
+    parts: dict[str, type[BaseModel]] = {"": CapacityPolicy, **PARTS}
+    for path, part in parts.items():
+        for name, field in part.model_fields.items():
+            key = field.alias or name
+            found.setdefault(key, f"{path}.{key}".removeprefix("."))
+    return found

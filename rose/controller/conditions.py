@@ -168,6 +168,12 @@ def _ready(refusal: ObjectRefusal | None, view: PolicyView | None) -> Said:
     return TRUE, *_state(view)
 
 
+_MODES: Final = {
+    None: ("Bounds", "it has no mode, and bounds what other policies allow"),
+    PolicyMode.ADVISORY: ("Advisory", "it lends nothing, and says what it would lend"),
+}
+
+
 def _state(view: PolicyView) -> tuple[str, str]:
     """Return the policy's present state as a word and a line."""
     policy = view.policy
@@ -182,14 +188,14 @@ def _state(view: PolicyView) -> tuple[str, str]:
         word = "Held" if policy.stop_policy is StopPolicy.HOLD else "Draining"
         return word, f"its stopPolicy is {policy.stop_policy.value}"
     if not view.nodes:
+        if policy.is_timed:
+            return "NotNow", "it counts on no node now: look at its from, until and during"
         return "NoNodesSelected", policy.node_selector.no_nodes()
     for kind, word in (("blackout", "Blackout"), ("slo_budget", "BudgetSpent")):
         count, example = view.limits.get(kind, (0, ""))
         if count == view.nodes:
             return word, f"on all of its {count} nodes: {example}"
-    if policy.mode is PolicyMode.ADVISORY:
-        return "Advisory", "it lends nothing, and says what it would lend"
-    return "Active", f"{view.lending} of {view.nodes} nodes lend"
+    return _MODES.get(policy.mode) or ("Active", f"{view.lending} of {view.nodes} nodes lend")
 
 
 def _fresh(refusal: ObjectRefusal | None, view: PolicyView | None) -> Said:

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -120,7 +122,7 @@ def _policies_table(said: list[dict[str, Any]], views: list[pb.PolicyView]) -> T
         flat = _paths(policy)
         selector = policy.get("nodeSelector")
         flat["nodeSelector"] = _selected(selector) if selector else "all"
-        mode = TonedText("halted", Tone.BAD) if view.halted else flat.get("mode", "Advisory")
+        mode = TonedText("halted", Tone.BAD) if view.halted else flat.get("mode", "-")
         rest = (flat.get(path, "-") for _, path in COLUMNS[2:])
         rows.append((flat["name"], mode, *rest))
     return Table(tuple(title for title, _ in COLUMNS), tuple(rows))
@@ -169,8 +171,8 @@ def _apply(args: argparse.Namespace) -> int:
         say(f"policy {policy.name}: {what}")
         if "mode" not in policy.model_fields_set:
             note(
-                f"policy {policy.name} has no mode: it is Advisory, which lends nothing; write"
-                " mode: Active to lend"
+                f"policy {policy.name} has no mode: it only bounds what other policies allow;"
+                " write mode: Active to lend"
             )
     if not args.dry_run:
         _note_selectors(client, policies)
@@ -188,9 +190,13 @@ def _note_selectors(client: PolicyClient, policies: "Sequence[CapacityPolicy]") 
     nodes = {row.node for row in rows}
     matched = {name for row in rows for name in row.policies}
     for policy, selector in zip(policies, selectors, strict=True):
-        if policy.name not in matched:
+        if not policy.counts_at(time.time()):
+            note(f"policy {policy.name}: it does not count now, by its from, until or during")
+        elif policy.name not in matched:
             note(f"policy {policy.name}: {selector.no_nodes()}")
-        elif missing := [name for name in selector.names if name not in nodes]:
+        elif missing := [
+            name for name in selector.names if not any(fnmatchcase(node, name) for node in nodes)
+        ]:
             note(f"policy {policy.name}: no node {missing[0]!r} is attached ({len(missing)} such)")
 
 

@@ -234,7 +234,7 @@ async def test_what_cannot_be_taken_is_said_on_the_object_alone() -> None:
     bench.server.put("typo", slackshare=1)
     bench.server.put("chat")
     async with running(bench):
-        await bench.until(lambda: bench.ready("chat") == ("True", "Advisory"))
+        await bench.until(lambda: bench.ready("chat") == ("True", "Bounds"))
         await bench.until(lambda: bench.ready("own") == ("False", "Refused"))
         await bench.until(lambda: bench.ready("typo") == ("False", "Invalid"))
         assert bench.scheduler.refused == {"own", "typo"}
@@ -259,7 +259,7 @@ async def test_a_conflict_is_written_again_from_what_is_there_then() -> None:
     bench.server.conflicts = 3
     bench.server.put("chat")
     async with running(bench):
-        await bench.until(lambda: bench.ready("chat") == ("True", "Advisory"))
+        await bench.until(lambda: bench.ready("chat") == ("True", "Bounds"))
         await bench.until(lambda: not bench.controller.troubles())
 
 

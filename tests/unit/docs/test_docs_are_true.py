@@ -264,6 +264,9 @@ def test_flags_are_taken_by_something() -> None:
     options = re.findall(r"^    (\w+): ", sources("rose/gateway/settings.py"), re.M)
     known = {f"--{name.replace('_', '-')}" for name in options} | OTHERS_FLAGS
     known |= set(re.findall(r"--[a-z][a-z0-9-]+", product()))
+    # Benchmarks make an option of each number that their parser is given.
+    numbers = re.findall(r"""(\w+)(?:": |=)\d""", sources("bench/**/*.py"))
+    known |= {f"--{name.replace('_', '-')}" for name in numbers}
     known |= {f"--no-{flag[2:]}" for flag in known}
     untrue(_known(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", known.__contains__))
 

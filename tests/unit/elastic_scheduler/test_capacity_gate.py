@@ -119,6 +119,36 @@ def test_advisory_says_what_it_would_do_and_does_nothing() -> None:
     assert core.plan([offer("n")], []).lease == ()
 
 
+def test_lending_follows_the_hours_that_policies_allow_and_count_in() -> None:
+    evening = {"from": "22:00", "to": "23:00", "timeZone": "UTC"}
+    night = evening | {"from": "23:00", "to": "06:00"}
+    core = gate(
+        {"allowedWindows": [evening, night], "mode": "Active"},
+        {"maxHarvest": {"compute": 0.2}, "during": [evening]},
+        {"mode": "Off", "until": "2023-11-14T22:00:00Z"},
+    )
+    judge(core, "n", wall_s=None)
+    assert core.verdict("n").mode is OFF, "an unknown time holds every policy"
+    judge(core, "n")
+    assert (core.verdict("n").mode, core.verdict("n").policy.compute) == (ACTIVE, 0.2)
+    judge(core, "n", wall_s=NOON_S + 3_600)
+    assert (core.verdict("n").mode, core.verdict("n").policy.compute) == (ACTIVE, None)
+    judge(core, "n", wall_s=NOON_S + 12 * 3_600)
+    assert core.verdict("n").mode is DRAIN
+    assert said(core, "n") == [
+        "outside allowedWindows daily 22:00-23:00 UTC; daily 23:00-06:00 UTC (p0)"
+    ]
+
+
+def test_guests_of_a_policy_are_counted_over_all_jobs() -> None:
+    core = gate({"maxHarvest": {"guests": 2}, "nodeSelector": {"names": ["n*"]}})
+    judge(core, "n0", "n1", "n2", "other")
+    held = [("j", "n0"), ("k", "other")]
+    assert core.admits("j", offer("n1"), held)
+    assert not core.admits("j", offer("n2"), [*held, ("k", "n1")])
+    assert core.admits("j", offer("other"), [*held, ("k", "n1")])
+
+
 def test_in_a_blackout_what_is_lent_is_given_back() -> None:
     window = {"from": "22:00", "to": "23:00", "timeZone": "UTC"}
     core = gate({"blackoutWindows": [window]})

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from elastic_scheduler.capacity import (
     CapacityPolicy,
     EffectivePolicy,
+    PolicyMode,
     crd_schema,
     docs_table,
     effective,
@@ -22,8 +23,8 @@ from elastic_scheduler.capacity import (
     policy_of,
     read_policies,
 )
-from elastic_scheduler.capacity.effective import NO_POLICY
-from elastic_scheduler.capacity.policy import BlackoutWindow, most_of
+from elastic_scheduler.capacity.effective import NO_MODE, NO_POLICY
+from elastic_scheduler.capacity.policy import DailyWindow, most_of
 from elastic_scheduler.errors import PolicyError
 
 FULL = {
@@ -54,15 +55,82 @@ def test_a_policy_says_the_same_after_it_was_written() -> None:
     assert json.loads(policy.to_json()) == FULL
 
 
-def test_a_policy_lends_nothing_unless_it_says_so() -> None:
-    assert policy_of({"name": "p"}).mode == "Advisory"
+def test_a_policy_without_a_mode_only_bounds_what_others_allow() -> None:
+    quiet = policy_of({"name": "quiet", "maxHarvest": {"compute": "20%"}})
+    alone = effective([quiet], "n", {})
+    assert (alone.mode, alone.decided_by["mode"]) == ("Advisory", "no policy has a mode")
+    both = effective([quiet, policy_of({"name": "a", "mode": "Active"})], "n", {})
+    assert (both.mode, both.decided_by["mode"], both.compute) == ("Active", "a", 0.2)
+    assert policy_of({"name": "yaml", "mode": False}).mode == "Off"
+
+
+HOURS = {"from": "22:00", "to": "06:00", "timeZone": "UTC"}
+
+
+@pytest.mark.parametrize(
+    ("said", "moment", "counts"),
+    [
+        ({}, "2026-12-24T12:00:00", True),
+        ({"during": [HOURS]}, "2026-12-24T12:00:00", False),
+        ({"during": [HOURS]}, "2026-12-24T23:00:00", True),
+        ({"until": "2026-12-24T13:00:00+01:00"}, "2026-12-24T11:59:59", True),
+        ({"until": "2026-12-24T13:00:00+01:00"}, "2026-12-24T12:00:00", False),
+        ({"from": "2026-12-24T12:00:00Z"}, "2026-12-24T11:59:59", False),
+        ({"from": "2026-12-24T12:00:00Z", "during": [HOURS]}, "2026-12-24T22:00:00", True),
+    ],
+)
+def test_a_policy_counts_at_its_times_alone(
+    said: dict[str, object], moment: str, counts: bool
+) -> None:
+    policy = policy_of({"name": "p", **said})
+    assert policy.counts_at(datetime.fromisoformat(f"{moment}+00:00").timestamp()) is counts
+    assert parse_policy(policy.to_json()) == policy
+
+
+@pytest.mark.parametrize(
+    ("selector", "nodes"),
+    [
+        ({"names": ["serving-*", "x"]}, {"serving-0", "serving-1"}),
+        ({"names": ["serving-?"], "matchLabels": {"pool": "chat"}}, {"serving-0"}),
+        ({"matchExpressions": [{"key": "pool", "operator": "Exists"}]}, {"serving-0", "other"}),
+        ({"matchExpressions": [{"key": "pool", "operator": "DoesNotExist"}]}, {"serving-1"}),
+        (
+            {"matchExpressions": [{"key": "pool", "operator": "NotIn", "values": ["code"]}]},
+            {"serving-0", "serving-1"},
+        ),
+        (
+            {"matchExpressions": [{"key": "pool", "operator": "In", "values": ["code", "x"]}]},
+            {"other"},
+        ),
+    ],
+)
+def test_a_selector_takes_patterns_and_requirements(
+    selector: dict[str, object], nodes: set[str]
+) -> None:
+    chosen = policy_of({"name": "p", "nodeSelector": selector}).node_selector
+    fleet = {"serving-0": {"pool": "chat"}, "serving-1": {}, "other": {"pool": "code"}}
+    assert {node for node, labels in fleet.items() if chosen.matches(node, labels)} == nodes
 
 
 @pytest.mark.parametrize(
     ("said", "path", "hint"),
     [
         ({"maxHarvst": {}}, "maxHarvst", "did you mean maxHarvest?"),
-        ({"maxHarvest": {"computer": 1}}, "maxHarvest.computer", "did you mean compute?"),
+        (
+            {"maxHarvest": {"computer": 1}},
+            "maxHarvest.computer",
+            "mean maxHarvest.compute?",
+        ),
+        ({"maxHarvest": {"maxGuests": 1}}, "maxGuests", "did you mean tenants[].maxGuests?"),
+        ({"mode": None}, "mode", "leave it out"),
+        ({"canary": {"percent": "101%"}}, "canary.percent", "less than or equal to 100"),
+        ({"until": "2026-12-24"}, "until", "without a zone"),
+        ({"from": "2026-12-24T12:00:00Z", "until": "2026-12-24T12:00:00Z"}, "until", "swap"),
+        (
+            {"nodeSelector": {"matchExpressions": [{"key": "a", "operator": "In"}]}},
+            "nodeSelector.matchExpressions[0]",
+            "needs values",
+        ),
         ({"slackShare": 1.5}, "slackShare", "less than or equal to 1"),
         ({"watermarks": {"high": 0.5, "low": 0.6}}, "watermarks", "swap them"),
         ({"maxHostBusy": {"share": 0.5, "resume": 0.5}}, "maxHostBusy", "lower it"),
@@ -123,14 +191,14 @@ def at(text: str, zone: str = "Europe/Berlin", fold: int = 0) -> float:
 def test_a_window_that_crosses_midnight_belongs_to_the_day_it_begins(
     moment: str, inside: bool
 ) -> None:
-    window = BlackoutWindow.model_validate(
+    window = DailyWindow.model_validate(
         {"days": ["Fri"], "from": "22:00", "to": "06:00", "timeZone": "Europe/Berlin"}
     )
     assert window.holds_at(at(moment)) is inside
 
 
 def test_a_window_goes_by_the_clock_on_the_wall_when_that_changes() -> None:
-    window = BlackoutWindow.model_validate(
+    window = DailyWindow.model_validate(
         {"from": "02:30", "to": "03:30", "timeZone": "Europe/Berlin"}
     )
     # Autumn: 02:30 to 03:00 comes twice, and the window with it.
@@ -145,7 +213,7 @@ def test_a_window_goes_by_the_clock_on_the_wall_when_that_changes() -> None:
 
 
 def test_whole_days_end_at_midnight() -> None:
-    window = BlackoutWindow.model_validate(
+    window = DailyWindow.model_validate(
         {"days": ["Sun"], "from": "00:00", "to": "24:00", "timeZone": "America/New_York"}
     )
     assert window.holds_at(at("2026-11-22T23:59", "America/New_York"))
@@ -163,7 +231,9 @@ def test_of_several_policies_the_strictest_wins_field_by_field() -> None:
             "stopPolicy": "Hold",
         }
     )
-    advisory = policy_of({"name": "careful", "cooldown": "1m", "canary": {"percent": 5}})
+    advisory = policy_of(
+        {"name": "careful", "mode": "Advisory", "cooldown": "1m", "canary": {"percent": 5}}
+    )
     both = effective([wide, tight], "n", {})
     assert (both.mode, both.slack_share, both.cooldown_s) == ("Active", 0.1, 1.0)
     assert both.decided_by["slackShare"] == both.decided_by["stopPolicy"] == "tight"
@@ -186,7 +256,11 @@ def test_a_node_that_no_policy_matches_lends_nothing_and_says_so() -> None:
 
 
 def test_every_field_that_a_policy_bounds_is_explained_with_its_policy() -> None:
-    held = effective([policy_of({**FULL, "nodeSelector": {}}), policy_of({"name": "z"})], "n", {})
+    held = effective(
+        [policy_of({**FULL, "nodeSelector": {}}), policy_of({"name": "z", "mode": "Advisory"})],
+        "n",
+        {},
+    )
     said = {path: (value, policy) for path, value, policy in held.fields()}
     assert said["mode"] == ("Advisory", "z")
     assert said["maxHarvest.nodes"] == ("25% (serving)", "serving")
@@ -309,9 +383,13 @@ def test_of_two_bounds_of_a_field_the_stricter_one_holds(
 def test_no_policy_ever_gives_more_than_another_one_allows(said: list[dict[str, object]]) -> None:
     policies = [policy_of({"name": f"p{n}", **each}) for n, each in enumerate(said)]
     together = effective(policies, "n", {})
-    alone = [room(effective([policy], "n", {})) for policy in policies]
+    unset = PolicyMode.ACTIVE if any(policy.mode for policy in policies) else PolicyMode.ADVISORY
+    alone = [
+        room(effective([policy.model_copy(update={"mode": policy.mode or unset})], "n", {}))
+        for policy in policies
+    ]
     assert room(together) == [min(column) for column in zip(*alone, strict=True)]
     assert effective(policies[::-1], "n", {}) == together, "whatever their order"
     names = {policy.name for policy in policies}
-    for whose in together.decided_by.values():
-        assert set(whose.split(", ")) <= names
+    for path, whose in together.decided_by.items():
+        assert set(whose.split(", ")) <= names or (path, whose) == ("mode", NO_MODE)

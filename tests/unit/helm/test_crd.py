@@ -58,8 +58,8 @@ def test_defaults_are_of_their_own_type() -> None:
             assert isinstance(part["default"], kinds[part["type"]]), path
 
 
-def test_a_new_policy_only_advises() -> None:
-    assert schema()["properties"]["spec"]["properties"]["mode"]["default"] == "Advisory"
+def test_a_new_policy_has_no_mode_and_only_bounds() -> None:
+    assert "default" not in schema()["properties"]["spec"]["properties"]["mode"]
 
 
 def test_conditions_are_a_map_by_their_type() -> None:

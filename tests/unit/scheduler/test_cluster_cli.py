@@ -294,9 +294,9 @@ async def test_a_selector_that_matches_no_node_is_said(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     await serving(bench)
-    labels = {"matchLabels": {"gpu": "a100"}}
+    labels = {"matchLabels": {"gpu": "a1*"}}
     policies = [
-        POLICY | {"name": "pattern", "nodeSelector": {"names": ["serving-*"]}},
+        POLICY | {"name": "pattern", "nodeSelector": {"names": ["served-*"]}},
         POLICY | {"name": "labels", "nodeSelector": labels},
         POLICY | {"name": "typo", "nodeSelector": {"names": ["serving-0", "servnig-1"]}},
         POLICY | {"name": "right", "nodeSelector": {"names": ["serving-0"]}},
@@ -307,8 +307,8 @@ async def test_a_selector_that_matches_no_node_is_said(
     assert capsys.readouterr().err == ""
     none = "no attached node has the labels or names of its nodeSelector"
     lines = [
-        f"policy pattern: {none}; 'serving-*' is compared as it stands, no pattern",
-        f"policy labels: {none}",
+        f"policy pattern: {none}",
+        f"policy labels: {none}; the label 'a1*' is compared as it stands: use matchExpressions",
         "policy typo: no node 'servnig-1' is attached (1 such)",
     ]
     for words in (["apply", file], ["get"]):
@@ -328,7 +328,7 @@ async def test_a_policy_without_a_mode_says_that_it_lends_nothing(
     assert capsys.readouterr().err == ""
     for words in (["--dry-run"], []):
         assert await rose(bench, "policy", "apply", write(tmp_path, {"name": "quiet"}), *words) == 0
-        assert "policy quiet has no mode: it is Advisory, which" in capsys.readouterr().err
+        assert "policy quiet has no mode: it only bounds what" in capsys.readouterr().err
 
 
 async def test_a_mode_for_a_replica_that_is_not_there_is_said(
@@ -429,7 +429,12 @@ async def test_explain_says_what_holds_and_whose_each_field_is(
 ) -> None:
     node = FakeNode(bench.stub)
     await node.hears("harvest")
-    await rose(bench, "policy", "apply", write(tmp_path, {"name": "careful", "cooldown": "1m"}))
+    await rose(
+        bench,
+        "policy",
+        "apply",
+        write(tmp_path, {"name": "careful", "mode": "Advisory", "cooldown": "1m"}),
+    )
     capsys.readouterr()
     assert await rose(bench, "policy", "explain", "n0") == 0
     lines = capsys.readouterr().out.splitlines()

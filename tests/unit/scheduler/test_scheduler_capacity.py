@@ -321,7 +321,7 @@ async def test_the_whole_round_over_grpc(tmp_path: Path) -> None:
         listed = (await bench.stub.ListPolicies(pb.ListPoliciesRequest())).policies
         assert [each.name for each in listed] == ["cli", "p"]
         [row] = (await bench.stub.ExplainPolicy(pb.ExplainPolicyRequest(node="n0"))).nodes
-        assert row.policy_mode == "Advisory"
+        assert row.policy_mode == "Active"
         await bench.stub.DeletePolicy(pb.DeletePolicyRequest(name="p"))
         await shows(bench, lambda said: said.harvest == pb.HARVEST_MODE_ACTIVE)
         for call in (

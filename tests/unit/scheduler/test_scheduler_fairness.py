@@ -12,7 +12,7 @@ from core_cases import JOB, CoreBench, bench_with, offer
 from service_cases import Bench, FakeNode, shows
 
 from elastic_scheduler import HarvestMode, LeaseDecision, Offer, Situation, SwitchKind
-from elastic_scheduler.capacity import CapacityPolicy
+from elastic_scheduler.capacity import CapacityPolicy, PolicyMode
 from elastic_scheduler.policies.baselines import SpotPolicy
 from elastic_scheduler.policies.rose import RosePolicy
 from rose.cli.cluster.compare import NodeLending
@@ -304,7 +304,7 @@ async def test_a_node_that_only_advises_is_not_compared(bench: Bench) -> None:
     node.offer()
     await shows(bench, lambda snapshot: len(snapshot.replicas) == 1)
     client = PolicyClient(bench.address)
-    policy = CapacityPolicy(name="careful")
+    policy = CapacityPolicy(name="careful", mode=PolicyMode.ADVISORY)
     await asyncio.to_thread(client.apply, policy)
     with pytest.raises(RefusedError, match="Advisory"):
         await asyncio.to_thread(NodeLending(client, "n0").check_policy)
