@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from weight_cases import model, next_model, tensor
+from weight_cases import KINDS, model, next_model, tensor
 
 from weight_transfer.apply import loader_map
 from weight_transfer.apply import staging as applier
@@ -23,6 +23,7 @@ from weight_transfer.errors import TensorFormatError
 from weight_transfer.format.chunk import encode_block, encode_chunk
 from weight_transfer.format.delta_codec import Encoding, Level
 from weight_transfer.format.digest import Block, digest_of
+from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import (
     Bits,
@@ -41,7 +42,6 @@ from weight_transfer.publish.version_publisher import VersionPublisher
 PLACE = torch.zeros(0, device="cpu" if os.environ.get("TRITON_INTERPRET") else "cuda")
 WIDTHS = (1, 2, 4, 8)
 WIDTH_OF = {"float8_e4m3fn": 1, "bfloat16": 2, "float32": 4, "float64": 8}
-KINDS = {1: WeightClass(3, 4), 2: WeightClass(7, 8), 4: WeightClass(23, 8), 8: WeightClass(52, 8)}
 # Around a tile of the first pass (4096 or less), of lists (1024), and none at all.
 SIZES = (0, 1, 7, 8, 1023, 1025, 4095, 4096, 4097, 9001)
 FEW = settings(
@@ -323,22 +323,14 @@ def test_a_publisher_takes_tensors_of_a_device(tmp_path: Path) -> None:
     old = model(seed=1)
     new = next_model(old, seed=2)
     key = SigningKey.generate()
-    manifests = []
-    for name, held_model in (("host", dict), ("device", held_all)):
-        publisher = VersionPublisher(
-            ChunkStore(tmp_path / name), "job", "trainer", key, clock=lambda: 1000.0
-        )
-        manifests.append(
-            (
-                publisher.publish_base(0, held_model(old)),
-                publisher.publish(1, 0, held_model(old), held_model(new)),
-            )
-        )
-    assert manifests[0] == manifests[1]
 
+    def published(name: str, *weights: dict[str, Any]) -> list[Manifest]:
+        store = ChunkStore(tmp_path / name)
+        trainer = VersionPublisher(store, "job", "trainer", key, clock=lambda: 1000.0)
+        return [trainer.publish_base(0, weights[0]), trainer.publish(1, 0, *weights)]
 
-def held_all(tensors: dict[str, TensorBits]) -> dict[str, Any]:
-    return {name: held_tensor(each) for name, each in tensors.items()}
+    on_device = [{name: held_tensor(bits) for name, bits in each.items()} for each in (old, new)]
+    assert published("device", *on_device) == published("host", old, new)
 
 
 def test_a_snapshot_keeps_what_training_overwrites() -> None:

@@ -17,7 +17,7 @@ import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from weight_cases import stepped, steps, tensor
+from weight_cases import KINDS, stepped, steps, tensor
 
 from bench.weights.codec import adam_step, rate_for
 from weight_transfer.errors import ChunkFormatError, WeightError, WrongBaseError
@@ -28,18 +28,9 @@ from weight_transfer.format.digest import digest_of, updated
 from weight_transfer.format.entropy import decode_compact, encode_compact
 from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey, VerifyKey
-from weight_transfer.format.tensors import Bits, TensorBits, WeightClass
+from weight_transfer.format.tensors import TensorBits
 from weight_transfer.kernels import cpu, range_coder
 from weight_transfer.kernels.cpu import apply_changes
-
-
-def carried(old: TensorBits, new: TensorBits, chunk_bytes: int, level: Level = Level.FAST) -> Bits:
-    digest, bits = digest_of(old.bits), old.bits.copy()
-    for rows in row_ranges(old, chunk_bytes):
-        encoded = encode_chunk(old, new, rows, digest, level).encoded
-        change = decode_chunk(encoded, old, digest)
-        bits[change.indices] = change.new
-    return bits
 
 
 @given(steps(), st.sampled_from([1, 64, 1 << 20]), st.sampled_from(Level))
@@ -47,34 +38,26 @@ def test_every_bit_arrives_signed_zeros_and_nan_payloads_included(
     step: tuple[TensorBits, TensorBits], chunk_bytes: int, level: Level
 ) -> None:
     old, new = step
-    np.testing.assert_array_equal(carried(old, new, chunk_bytes, level), new.bits)
-
-
-@given(steps(), st.sampled_from([1, 64, 1 << 20]), st.sampled_from(Level))
-def test_the_digest_grows_by_what_the_chunks_say(
-    step: tuple[TensorBits, TensorBits], chunk_bytes: int, level: Level
-) -> None:
-    old, new = step
-    chunks = [encode_chunk(old, new, rows, 0, level) for rows in row_ranges(old, chunk_bytes)]
-    grown = digest_of(old.bits) + sum(chunk.digest_change for chunk in chunks)
+    digest, bits = digest_of(old.bits), old.bits.copy()
+    grown = digest
+    for rows in row_ranges(old, chunk_bytes):
+        chunk = encode_chunk(old, new, rows, digest, level)
+        change = decode_chunk(chunk.encoded, old, digest)
+        bits[change.indices] = change.new
+        grown += chunk.digest_change
+    np.testing.assert_array_equal(bits, new.bits)
     assert grown % (1 << 64) == digest_of(new.bits)
 
 
 @given(steps())
-def test_only_changed_elements_are_staged(step: tuple[TensorBits, TensorBits]) -> None:
+def test_a_chunk_stages_changed_elements_only_and_is_hardly_above_raw(
+    step: tuple[TensorBits, TensorBits],
+) -> None:
     old, new = step
     encoded = encode_chunk(old, new, (0, old.rows), 0).encoded
     change = decode_chunk(encoded, old, 0)
     np.testing.assert_array_equal(change.indices, np.flatnonzero(old.bits != new.bits))
     np.testing.assert_array_equal(change.new, new.bits[change.indices])
-
-
-@given(steps())
-def test_a_chunk_is_never_above_raw_by_more_than_a_header(
-    step: tuple[TensorBits, TensorBits],
-) -> None:
-    old, new = step
-    encoded = encode_chunk(old, new, (0, old.rows), 0).encoded
     overhead = HEADER.size + old.bits.itemsize * PLANE_HEADER.size
     # Below the size of a plane's header the gaps may win; they are still smaller than dense.
     assert len(encoded) <= old.bits.nbytes * 1.001 + overhead
@@ -82,11 +65,7 @@ def test_a_chunk_is_never_above_raw_by_more_than_a_header(
 
 @pytest.mark.parametrize(
     ("density", "encoding", "bytes_per_change"),
-    [
-        (0.0, Encoding.EMPTY, 0),
-        (0.02, Encoding.SPARSE, 1.5),
-        (0.6, Encoding.BITMAP, 0.8),
-    ],
+    [(0.0, Encoding.EMPTY, 0), (0.02, Encoding.SPARSE, 1.5), (0.6, Encoding.BITMAP, 0.8)],
 )
 def test_the_smallest_encoding_is_taken(
     density: float, encoding: Encoding, bytes_per_change: float
@@ -95,13 +74,9 @@ def test_the_smallest_encoding_is_taken(
     chunk = encode_chunk(old, stepped(old, 2, density), (0, 256), 0)
     assert chunk.header.encoding is encoding
     assert len(chunk.encoded) <= HEADER.size + 40 + bytes_per_change * chunk.header.changed
-
-
-def test_unrelated_weights_go_dense() -> None:
-    old, new = tensor("w", (256, 256), seed=1), tensor("w", (256, 256), seed=2)
-    chunk = encode_chunk(old, new, (0, 256), 0)
-    assert chunk.header.encoding is Encoding.DENSE
-    assert len(chunk.encoded) <= old.bits.nbytes * 1.001 + HEADER.size + 2 * PLANE_HEADER.size
+    unrelated = encode_chunk(old, tensor("w", (256, 256), seed=2), (0, 256), 0)
+    assert unrelated.header.encoding is Encoding.DENSE
+    assert len(unrelated.encoded) <= old.bits.nbytes * 1.001 + HEADER.size + 2 * PLANE_HEADER.size
 
 
 def test_ranges_are_row_aligned_and_bounded() -> None:
@@ -133,14 +108,9 @@ def test_changes_that_no_encoder_lists_are_refused(
 OLD = tensor("w", (64, 64), seed=1)
 
 
-LEVELS = (Level.FAST, Level.COMPACT)
-"""Levels for encoded_step: 0.02 stands for the compact one."""
-
-
 def encoded_step(density: float) -> bytes:
-    return encode_chunk(
-        OLD, stepped(OLD, 2, density), (0, OLD.rows), 7, LEVELS[density == 0.02]
-    ).encoded
+    level = Level.COMPACT if density == 0.02 else Level.FAST
+    return encode_chunk(OLD, stepped(OLD, 2, density), (0, OLD.rows), 7, level).encoded
 
 
 def decode_or_refuse(encoded: bytes, old: TensorBits = OLD, digest: int = 7) -> None:
@@ -192,23 +162,21 @@ def sparse_with_plane(tag: int, body: bytes, changed: int = 64, rest: bytes = b"
 
 
 @pytest.mark.parametrize(
-    "frame",
+    "damaged",
     [
-        zstandard.ZstdCompressor().compress(b"\0" * (1 << 24)),
-        zstandard.ZstdCompressor(write_content_size=False).compress(b"\0" * (1 << 24)),
-        zstandard.ZstdCompressor().compress(b"\0" * 64) + b"more",
-        struct.pack("<IBQ", 0xFD2FB528, 0xE0, 1 << 62),
+        sparse_with_plane(1, zstandard.ZstdCompressor().compress(b"\0" * (1 << 24))),
+        sparse_with_plane(
+            1, zstandard.ZstdCompressor(write_content_size=False).compress(b"\0" * (1 << 24))
+        ),
+        sparse_with_plane(1, zstandard.ZstdCompressor().compress(b"\0" * 64) + b"more"),
+        sparse_with_plane(1, struct.pack("<IBQ", 0xFD2FB528, 0xE0, 1 << 62)),
+        sparse_with_plane(0, b"", changed=1 << 62),
     ],
-    ids=["bomb", "no size claimed", "trailing bytes", "exabytes claimed"],
+    ids=["bomb", "no size claimed", "trailing bytes", "exabytes claimed", "more than rows"],
 )
-def test_a_compressed_plane_must_claim_exactly_its_size(frame: bytes) -> None:
+def test_a_plane_that_is_not_exactly_its_size_is_refused(damaged: bytes) -> None:
     with pytest.raises(ChunkFormatError):
-        decode_chunk(sparse_with_plane(1, frame), OLD, 7)
-
-
-def test_more_changes_than_rows_are_refused() -> None:
-    with pytest.raises(ChunkFormatError):
-        decode_chunk(sparse_with_plane(0, b"", changed=1 << 62), OLD, 7)
+        decode_chunk(damaged, OLD, 7)
 
 
 def test_gaps_that_leave_the_rows_are_refused() -> None:
@@ -221,18 +189,14 @@ def test_gaps_that_leave_the_rows_are_refused() -> None:
 def test_a_chunk_for_other_weights_or_another_tensor_is_refused() -> None:
     with pytest.raises(WrongBaseError):
         decode_chunk(encoded_step(0.3), OLD, 8)
-    with pytest.raises(ChunkFormatError):
-        decode_chunk(encoded_step(0.3), tensor("v", (64, 32), seed=1), 7)
-    with pytest.raises(ChunkFormatError):
-        decode_chunk(encoded_step(0.3), tensor("v", (32, 64), seed=1), 7)
-
-
-KINDS = {1: WeightClass(3, 4), 2: WeightClass(7, 8), 4: WeightClass(23, 8), 8: WeightClass(52, 8)}
+    for shape in ((64, 32), (32, 64)):
+        with pytest.raises(ChunkFormatError):
+            decode_chunk(encoded_step(0.3), tensor("v", shape, seed=1), 7)
 
 
 @given(
     st.sampled_from(sorted(KINDS)),
-    st.sampled_from([1, 2, 63, 65_535, 65_536, 65_537, 70_001]),
+    st.sampled_from([1, 2, 63, 65_535, 65_536, 70_001]),
     st.sampled_from([1e-5, 1e-3, 0.02, 0.2]),
     st.booleans(),
     st.integers(0, 99),
@@ -357,11 +321,8 @@ def test_blocks_do_not_show() -> None:
 
 
 def test_the_digest_is_pinned() -> None:
-    assert digest_of(np.array([1, 2, 3, 0x8000], dtype="<u2")) == PINNED
+    assert digest_of(np.array([1, 2, 3, 0x8000], dtype="<u2")) == 0x459FACAAB954CBB2
     assert digest_of(np.zeros(0, dtype="<u2")) == 0
-
-
-PINNED = 0x459FACAAB954CBB2
 
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "wire.json").read_text())

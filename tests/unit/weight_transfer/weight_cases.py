@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from weight_transfer.format.tensors import WIDTHS, TensorBits, unsigned
+from weight_transfer.apply.receiver import Receiver
+from weight_transfer.chunk_store import ChunkStore
+from weight_transfer.format.digest import digest_of
+from weight_transfer.format.manifest import Manifest
+from weight_transfer.format.tensors import WIDTHS, TensorBits, WeightClass, unsigned
 
 SPECIAL = {
     "bfloat16": [0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFFF, 0x0001],
@@ -17,6 +21,7 @@ SPECIAL = {
     "int64": [0, 1 << 63, (1 << 64) - 1],
     "int8": [0, 0x80, 0xFF],
 }
+KINDS = {1: WeightClass(3, 4), 2: WeightClass(7, 8), 4: WeightClass(23, 8), 8: WeightClass(52, 8)}
 
 
 def tensor(name: str, shape: tuple[int, ...], seed: int, dtype: str = "bfloat16") -> TensorBits:
@@ -63,3 +68,15 @@ def next_model(
         name: t if name == "frozen" else stepped(t, seed + k, density)
         for k, (name, t) in enumerate(old.items())
     }
+
+
+def chunks_of(store: ChunkStore, *manifests: Manifest) -> dict[str, bytes]:
+    return {ref.id: store.get(ref.id) for manifest in manifests for ref in manifest.chunks}
+
+
+def assert_holds(receiver: Receiver, tensors: dict[str, TensorBits], version: int) -> None:
+    """Check the version, every bit of these tensors and their digests."""
+    assert receiver.version == version
+    for name, wanted in tensors.items():
+        np.testing.assert_array_equal(receiver.tensors[name].bits, wanted.bits, name)
+        assert receiver.digests[name] == digest_of(wanted.bits)
