@@ -1,6 +1,7 @@
 """A token proves one job for a while, to one audience, and nothing else."""
 
 import base64
+import itertools
 import json
 import stat
 from pathlib import Path
@@ -143,6 +144,7 @@ def claiming(**changes: object) -> str:
         (claiming(exp=int(NOW_S + MAX_LIFE_S) + 9), ""),
         (claiming(exp=int(NOW_S)), ""),
     ],
+    ids=itertools.count(),  # The tokens differ in each process.
 )
 def test_what_is_no_token_is_refused_with_one_line(
     verifier: TokenVerifier, token: str, why: str
