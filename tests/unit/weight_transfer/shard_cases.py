@@ -30,7 +30,12 @@ from weight_transfer.publish.sharding import (
     vocabulary,
     whole,
 )
-from weight_transfer.publish.shards import ShardCoordinator, ShardEncoder, ShardSettings
+from weight_transfer.publish.shards import (
+    ShardCoordinator,
+    ShardEncoder,
+    ShardReport,
+    ShardSettings,
+)
 from weight_transfer.publish.version_publisher import VersionPublisher
 
 KEY = SigningKey.from_hex("08" * 32)
@@ -144,7 +149,7 @@ def publisher_of(store: ChunkStore) -> VersionPublisher:
     return VersionPublisher(store, "job", "trainer", KEY, clock=lambda: 0.0)
 
 
-class Trainer:
+class ShardedTrainer:
     """Ranks with stores of their own, a coordinator and a receiver that starts from the dense."""
 
     def __init__(
@@ -168,26 +173,34 @@ class Trainer:
         self.coordinator.begin([encoder.parts() for encoder in self.encoders])
         self.receiver = Receiver(model)
 
-    def publish(self, version: int, new: Dense) -> Manifest:
+    def reports(self, version: int, new: Dense) -> list[ShardReport]:
         digests = self.coordinator.digests
-        reports = [
+        return [
             encoder.encode(version, digests, weights(cut(self.shape, new, rank, self.ranks)))
             for rank, encoder in enumerate(self.encoders)
         ]
-        manifest = self.coordinator.publish(version, reports)
+
+    def publish(self, version: int, new: Dense) -> Manifest:
+        manifest = self.coordinator.publish(version, self.reports(version, new))
         for encoder in self.encoders:
             encoder.advance(manifest)
         return manifest
 
+    def publish_base(self, version: int) -> Manifest:
+        parts = [encoder.parts(of_zeros=True) for encoder in self.encoders]
+        zeros = self.coordinator.merged(version, parts)
+        reports = [encoder.encode_base(zeros) for encoder in self.encoders]
+        return self.coordinator.publish_base(zeros, reports)
+
     def chunks(self, manifest: Manifest) -> dict[str, bytes]:
-        """From where the manifest says they are."""
-        found = {}
-        for ref in manifest.chunks:
-            at = 0
-            if ref.origin is not None:
-                at = int(manifest.origins[ref.origin].removeprefix("http://rank-"))
-            found[ref.id] = self.stores[at].get(ref.id)
-        return found
+        """Return the chunks from where the manifest says they are."""
+        urls = (*manifest.origins, "http://rank-0")
+        return {
+            ref.id: self.stores[
+                int(urls[-1 if ref.origin is None else ref.origin].removeprefix("http://rank-"))
+            ].get(ref.id)
+            for ref in manifest.chunks
+        }
 
     def receive(self, manifest: Manifest) -> None:
         received = Manifest.from_bytes(manifest.to_bytes())

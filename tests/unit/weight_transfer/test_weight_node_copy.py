@@ -7,14 +7,14 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import blake3
-import numpy as np
 import pytest
 from msgspec import structs
-from weight_cases import model, next_model
+from weight_cases import assert_holds, chunks_of, model, next_model
 
 from bench.weights.ranks import write_safetensors
 from tests.harness.processes import Forked
@@ -92,18 +92,12 @@ class LocalRank:
         )
 
     def decode(self, plan: UpdatePlan, attempt: str = "first") -> StagedUpdate:
-        def one(name: str) -> StagedTensor:
-            refs = [ref for update in plan.tensors[name] for ref in update.chunks]
-            chunks = {ref.id: self._node.store.get(ref.id) for ref in refs}
-            return self.receiver.decode_tensor(plan, name, chunks)
+        return self.copy.decode(plan, partial(self.decode_tensor, plan), attempt)
 
-        return self.copy.decode(plan, one, attempt)
-
-    def holds(self, tensors: dict[str, TensorBits], version: int) -> None:
-        assert self.receiver.version == version
-        for name, tensor in tensors.items():
-            np.testing.assert_array_equal(self.receiver.tensors[name].bits, tensor.bits, name)
-        assert self.receiver.digests == Receiver(tensors).digests
+    def decode_tensor(self, plan: UpdatePlan, name: str) -> StagedTensor:
+        return self.receiver.decode_tensor(
+            plan, name, chunks_of(self._node.store, *plan.tensors[name])
+        )
 
 
 @pytest.fixture
@@ -127,7 +121,7 @@ def test_a_chain_and_a_base_arrive_on_all_ranks(node: RankedNode) -> None:
         for rank, update in zip(ranks, updates, strict=True):
             rank.receiver.commit(update)
             rank.receiver.commit(update)
-            rank.holds(wanted, update.version)
+            assert_holds(rank.receiver, wanted, update.version)
 
 
 def test_a_rank_alone_needs_no_place(node: RankedNode) -> None:
@@ -135,7 +129,7 @@ def test_a_rank_alone_needs_no_place(node: RankedNode) -> None:
     node.publisher.publish(1, 0, node.base, new)
     rank = LocalRank(node, NodeCopy(Checkpoint.open(node.root / "model")))
     rank.receiver.commit(rank.decode(rank.plan(1), ""))
-    rank.holds(new, 1)
+    assert_holds(rank.receiver, new, 1)
 
 
 def test_weights_that_no_version_changed_stay_in_the_checkpoints_files(node: RankedNode) -> None:
@@ -144,7 +138,7 @@ def test_weights_that_no_version_changed_stay_in_the_checkpoints_files(node: Ran
     node.publisher.publish(1, 0, node.base, new)
     rank = node.rank()
     rank.receiver.commit(rank.decode(rank.plan(1)))
-    rank.holds(new, 1)
+    assert_holds(rank.receiver, new, 1)
     shared = rank.copy._segment.data
     begin, end = shared.ctypes.data, shared.ctypes.data + shared.nbytes
     inside = {n for n, t in rank.copy.tensors.items() if begin <= t.bits.ctypes.data < end}
@@ -180,7 +174,7 @@ def test_an_earlier_attempt_is_not_taken_for_this_one(node: RankedNode) -> None:
 def test_a_leader_that_stands_still_is_not_waited_for(node: RankedNode) -> None:
     leader, follower = node.pair()
     plan = leader.plan(1)
-    decode, names = leader.receiver.decode_tensor, list(plan.tensors)
+    names = list(plan.tensors)
 
     def stands_still(name: str) -> StagedTensor:
         """At the second tensor the others give up; they had a minute for each."""
@@ -188,12 +182,11 @@ def test_a_leader_that_stands_still_is_not_waited_for(node: RankedNode) -> None:
             with pytest.raises(StoreError, match="stood still for 60 s"):
                 follower.decode(follower.plan(1), "first")
             raise StoreError("never mind")
-        refs = [ref for update in plan.tensors[name] for ref in update.chunks]
-        return decode(plan, name, {ref.id: node.store.get(ref.id) for ref in refs})
+        return leader.decode_tensor(plan, name)
 
     with pytest.raises(StoreError, match="never mind"):
         leader.copy.decode(plan, stands_still, "first")
-    follower.holds(node.base, 0)
+    assert_holds(follower.receiver, node.base, 0)
 
 
 def test_weights_that_are_damaged_on_the_way_activate_on_no_follower(node: RankedNode) -> None:
@@ -230,7 +223,7 @@ def test_ranks_that_read_other_files_are_no_crew(node: RankedNode, tmp_path: Pat
     (tmp_path / "new").rename(tmp_path / "model" / "model.safetensors")
     with pytest.raises(StoreError, match="different checkpoints"):
         node.rank()
-    leader.holds(node.base, 0)
+    assert_holds(leader.receiver, node.base, 0)
 
 
 def test_a_follower_whose_version_is_another_is_told(node: RankedNode) -> None:
@@ -252,10 +245,10 @@ def test_a_follower_commits_once_the_leader_has(node: RankedNode) -> None:
     update, own = leader.decode(leader.plan(1)), follower.decode(follower.plan(1))
     with pytest.raises(StoreError, match="stood still"):
         follower.receiver.commit(own)
-    follower.holds(node.base, 0)
+    assert_holds(follower.receiver, node.base, 0)
     node.clock.on_sleep = lambda: leader.receiver.commit(update)
     follower.receiver.commit(own)
-    follower.holds(node.new, 1)
+    assert_holds(follower.receiver, node.new, 1)
 
 
 def test_a_rank_that_comes_when_versions_were_applied_is_refused(node: RankedNode) -> None:
@@ -266,12 +259,13 @@ def test_a_rank_that_comes_when_versions_were_applied_is_refused(node: RankedNod
         node.rank()
 
 
-def record(node: RankedNode, **changes: Any) -> Path:
-    """A place that names some segment of this process, its fields changed."""
-    node.place.parent.mkdir(mode=0o700)
-    node.place.write_text(json.dumps(asdict(SharedSegment.make("gone", 4096).address) | changes))
-    node.place.chmod(0o600)
-    return node.place
+def record(node: RankedNode, name: str = "engine", **changes: Any) -> Path:
+    """Write a place that names some segment of this process, its fields changed."""
+    place = node.place.with_name(name)
+    place.parent.mkdir(mode=0o700, exist_ok=True)
+    place.write_text(json.dumps(asdict(SharedSegment.make("gone", 4096).address) | changes))
+    place.chmod(0o600)
+    return place
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"pid": "x"}', "{" * 900])
@@ -281,25 +275,22 @@ def test_a_torn_record_is_refused(node: RankedNode, text: str) -> None:
         node.rank()
 
 
-def test_a_record_of_somebody_else_is_refused(node: RankedNode) -> None:
-    record(node).chmod(0o644)
-    with pytest.raises(StoreError, match="not this user's alone"):
-        node.rank()
-
-
-def test_a_link_in_the_place_of_a_record_is_refused(node: RankedNode, tmp_path: Path) -> None:
-    path = record(node)
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreError, match="cannot be read"):
-        node.rank()
-
-
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o711])
-def test_a_folder_that_others_may_enter_is_refused(node: RankedNode, mode: int) -> None:
+def test_a_record_and_a_folder_that_others_may_enter_are_refused(
+    node: RankedNode, mode: int, tmp_path: Path
+) -> None:
     node.place.parent.mkdir()
     node.place.parent.chmod(mode)
     with pytest.raises(StoreError, match="not this user's alone"):
+        node.rank()
+    node.place.parent.chmod(0o700)
+    path = record(node)
+    path.chmod(mode)
+    with pytest.raises(StoreError, match="not this user's alone"):
+        node.rank()
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="cannot be read"):
         node.rank()
 
 
@@ -307,44 +298,34 @@ def test_what_dead_ranks_left_is_removed(node: RankedNode) -> None:
     left = record(node, pid=2**22 + 1)
     node.rank(node.place.with_name("next"))
     assert not left.exists()
-    kept = node.place.with_name("kept")
-    kept.write_text(json.dumps(asdict(SharedSegment.make("gone", 4096).address) | {"namespace": 1}))
-    kept.chmod(0o600)
+    kept = record(node, "kept", namespace=1)
     node.rank(node.place.with_name("third"))
     assert kept.exists(), "of another container: nobody here knows whether it lives"
-
-
-def test_ranks_that_cannot_see_each_other_say_so(node: RankedNode) -> None:
-    segment = SharedSegment.make("other", 4096)
-    address = replace(segment.address, namespace=1)
-    with pytest.raises(StoreError, match="one namespace of process ids"):
-        SharedSegment.open(address)
 
 
 def test_only_the_sealed_memory_that_was_named_is_opened(tmp_path: Path) -> None:
     segment = SharedSegment.make("mine", 4096)
     assert SharedSegment.open(segment.address).data.size == 4096
     other = SharedSegment.make("other", 4096)
-    with pytest.raises(StoreError, match="not the segment"):
-        SharedSegment.open(replace(segment.address, descriptor=other.address.descriptor))
-    with pytest.raises(StoreError, match="not the segment"):
-        SharedSegment.open(replace(segment.address, nbytes=8192))
-    with (tmp_path / "file").open("wb") as file:
-        file.write(bytes(4096))
-        file.flush()
-        (tmp_path / "file").chmod(0o600)
-        status = os.fstat(file.fileno())
-        named = replace(segment.address, descriptor=file.fileno())
-        named = replace(named, device=status.st_dev, inode=status.st_ino)
-        with pytest.raises(StoreError, match=r"no sealed memory|changed by others"):
-            SharedSegment.open(named)
     loose = os.memfd_create("loose", os.MFD_ALLOW_SEALING)
-    os.fchmod(loose, 0o600)
-    os.ftruncate(loose, 4096)
-    status = os.fstat(loose)
-    named = replace(segment.address, descriptor=loose, device=status.st_dev, inode=status.st_ino)
-    with pytest.raises(StoreError, match="changed by others"):
-        SharedSegment.open(named)
+    file = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+
+    def unsealed(descriptor: int) -> dict[str, int]:
+        os.fchmod(descriptor, 0o600)
+        os.ftruncate(descriptor, 4096)
+        status = os.fstat(descriptor)
+        return {"descriptor": descriptor, "device": status.st_dev, "inode": status.st_ino}
+
+    for changes, words in (
+        ({"namespace": 1}, "one namespace of process ids"),
+        ({"descriptor": other.address.descriptor}, "not the segment"),
+        ({"nbytes": 8192}, "not the segment"),
+        (unsealed(file), r"no sealed memory|changed by others"),
+        (unsealed(loose), "changed by others"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            SharedSegment.open(replace(segment.address, **changes))
+    os.close(file)
     os.close(loose)
     segment.withdraw()
     with pytest.raises(StoreError):
@@ -359,12 +340,11 @@ def test_nobody_but_its_maker_writes_to_a_segment() -> None:
     reader.data[1] = 9
     assert segment.data[1] == 0, "a reader's changes are its own"
     again = os.open(segment.address.path, os.O_RDWR)
-    with pytest.raises(OSError, match="not permitted"):
-        mmap.mmap(again, 4096)
+    for change in (mmap.mmap, os.ftruncate):
+        with pytest.raises(OSError, match="not permitted"):
+            change(again, 4095)
     with pytest.raises(OSError, match="not permitted"):
         os.write(again, b"x")
-    with pytest.raises(OSError, match="not permitted"):
-        os.ftruncate(again, 0)
     assert os.fstat(again).st_mode & 0o777 == 0o600
     os.close(again)
 
@@ -397,18 +377,24 @@ class VersionedNode(RankedNode):
         words += [] if hold_at is None else [str(hold_at)]
         return RankProcess(self._stack.enter_context(Forked(PROGRAM, *words, stdout=True)))
 
+    def decoding(self, size: int) -> tuple["RankProcess", list["RankProcess"]]:
+        """Start so many ranks, of which the first leads and stops as it decodes; return both."""
+        leader = self.start("engine", hold_at=1)
+        assert leader.leads
+        others = [self.start("engine") for _ in range(size - 1)]
+        assert not any(rank.leads for rank in others)
+        assert "decoding" in leader.says()
+        return leader, others
+
 
 class RankProcess:
     def __init__(self, process: Forked) -> None:
         self.process = process
-        self._leads: bool | None = None
 
-    @property
+    @cached_property
     def leads(self) -> bool:
-        """Return the first line that the rank prints, once it has read the checkpoint."""
-        if self._leads is None:
-            self._leads = bool(self.says()["leads"])
-        return self._leads
+        """Value of the first line that the rank prints, once it has read the checkpoint."""
+        return bool(self.says()["leads"])
 
     def says(self) -> dict[str, Any]:
         assert self.process.stdout is not None
@@ -458,11 +444,7 @@ def test_an_update_is_decoded_once_and_all_ranks_have_it_bit_for_bit(
 def test_when_the_rank_that_decodes_is_killed_nothing_activates_anywhere(
     versioned: VersionedNode, size: int
 ) -> None:
-    leader = versioned.start("engine", hold_at=1)
-    assert leader.leads
-    others = [versioned.start("engine") for _ in range(size - 1)]
-    assert not any(rank.leads for rank in others)
-    assert "decoding" in leader.says()
+    leader, others = versioned.decoding(size)
     leader.process.send_signal(signal.SIGKILL)
     for rank in others:
         said = rank.says()
@@ -475,11 +457,7 @@ def test_when_the_rank_that_decodes_is_killed_nothing_activates_anywhere(
 
 
 def test_a_rank_that_only_follows_takes_nobody_with_it(versioned: VersionedNode) -> None:
-    leader = versioned.start("engine", hold_at=1)
-    assert leader.leads
-    follower = versioned.start("engine")
-    assert not follower.leads
-    assert "decoding" in leader.says()
+    leader, (follower,) = versioned.decoding(2)
     follower.process.send_signal(signal.SIGKILL)
     follower.process.wait(30)
     assert leader.process.poll() is None

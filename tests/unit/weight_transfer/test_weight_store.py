@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from weight_cases import model, next_model
+from weight_cases import chunks_of, model, next_model
 
 from weight_transfer import TensorBits, newest_version, restore
 from weight_transfer.chunk_store import ChunkStore, draft
@@ -26,38 +26,46 @@ from weight_transfer.publish.version_publisher import VersionPublisher
 KEY = SigningKey.from_hex("02" * 32)
 
 
-def publisher(store: ChunkStore) -> VersionPublisher:
-    return VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=256, clock=lambda: 100.0)
+def publisher(store: ChunkStore, job: str = "job") -> VersionPublisher:
+    return VersionPublisher(store, job, "trainer", KEY, chunk_bytes=256, clock=lambda: 100.0)
 
 
-def test_a_chunk_comes_back_verified(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
+@pytest.fixture
+def store(tmp_path: Path) -> ChunkStore:
+    return ChunkStore(tmp_path / "store")
+
+
+def test_a_chunk_comes_back_verified_and_a_damaged_one_is_written_again(store: ChunkStore) -> None:
     name = store.put(b"hello")
     assert store.put(b"hello") == name
     assert store.get(name) == b"hello"
+    assert [path.name for path in store.chunks_dir.iterdir()] == [name], "no temporary file"
     (store.chunks_dir / name).write_bytes(b"hallo")
     with pytest.raises(ChunkDigestError):
         store.get(name)
     with pytest.raises(ChunkMissingError):
         store.get("0" * 64)
+    assert store.get(store.put(b"hello")) == b"hello"
 
 
-def test_a_manifest_is_refused_until_every_chunk_is_durable(tmp_path: Path) -> None:
+def test_a_manifest_is_refused_until_every_chunk_is_durable(
+    store: ChunkStore, tmp_path: Path
+) -> None:
     old = model(1)
-    manifest = publisher(ChunkStore(tmp_path / "a")).publish(1, 0, old, next_model(old, 5))
+    manifest = publisher(store).publish(1, 0, old, next_model(old, 5))
     other = ChunkStore(tmp_path / "b")
     with pytest.raises(StoreError, match="not stored"):
         other.put_manifest(manifest)
     assert other.versions() == ()
-    for chunk in manifest.chunks:
-        other.put(ChunkStore(tmp_path / "a").get(chunk.id))
+    for chunk in chunks_of(store, manifest).values():
+        other.put(chunk)
     other.put_manifest(manifest)
     assert other.versions() == (1,)
     assert other.get_manifest(1) == manifest
 
 
-def test_a_version_is_final(tmp_path: Path) -> None:
-    old, store = model(1), ChunkStore(tmp_path)
+def test_a_version_is_final(store: ChunkStore) -> None:
+    old = model(1)
     manifest = publisher(store).publish(1, 0, old, next_model(old, 5))
     store.put_manifest(manifest)
     with pytest.raises(StoreError, match="published already"):
@@ -65,12 +73,6 @@ def test_a_version_is_final(tmp_path: Path) -> None:
     assert store.get_manifest(1) == manifest
     with pytest.raises(StoreError):
         store.get_manifest(2)
-
-
-def test_no_temporary_file_is_left(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
-    store.put(b"x")
-    assert [p.name for p in store.chunks_dir.iterdir() if p.name.startswith(".")] == []
 
 
 def test_what_is_stored_is_its_owners_alone(tmp_path: Path) -> None:
@@ -95,11 +97,10 @@ def test_what_is_stored_is_its_owners_alone(tmp_path: Path) -> None:
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
 
 
-def test_the_newest_version_is_signed_anew_before_it_expires(tmp_path: Path) -> None:
+def test_the_newest_version_is_signed_anew_before_it_expires(store: ChunkStore) -> None:
     """A job whose last version is a day old still takes a replica that starts now."""
     now_s = [100.0]
-    old, store = model(1), ChunkStore(tmp_path)
-    new = next_model(old, 5)
+    old, new = model(1), next_model(model(1), 5)
     trainer = VersionPublisher(store, "job", "t", KEY, lifetime_s=60.0, clock=lambda: now_s[0])
     first = trainer.publish(1, 0, old, new)
     trainer.publish_base(1, new)
@@ -115,8 +116,8 @@ def test_the_newest_version_is_signed_anew_before_it_expires(tmp_path: Path) -> 
     assert store.get_manifest(1).expires_s == now_s[0] + 60.0
 
 
-def test_only_what_this_key_signed_for_this_job_is_signed_anew(tmp_path: Path) -> None:
-    old, store = model(1), ChunkStore(tmp_path)
+def test_only_what_this_key_signed_for_this_job_is_signed_anew(store: ChunkStore) -> None:
+    old = model(1)
     publisher(store).publish(1, 0, old, next_model(old, 5))
     late = partial(VersionPublisher, store, clock=lambda: 1e9)
     with pytest.raises(SignatureError):
@@ -125,15 +126,14 @@ def test_only_what_this_key_signed_for_this_job_is_signed_anew(tmp_path: Path) -
         late("other", "t", KEY).renew()
 
 
-def test_a_readers_store_has_one_number_of_two_jobs(tmp_path: Path) -> None:
-    old, store = model(1), ChunkStore(tmp_path / "reader")
+def test_a_readers_store_has_one_number_of_two_jobs(store: ChunkStore, tmp_path: Path) -> None:
+    old = model(1)
     found = {}
     for job in ("a", "b", "a"):
         origin = ChunkStore(tmp_path / job / str(len(found)))
-        made = VersionPublisher(origin, job, "trainer", KEY, chunk_bytes=256, clock=lambda: 100.0)
-        manifest = made.publish(1, 0, old, next_model(old, ord(job)))
-        for chunk in manifest.chunks:
-            store.put(origin.get(chunk.id))
+        manifest = publisher(origin, job).publish(1, 0, old, next_model(old, ord(job)))
+        for chunk in chunks_of(origin, manifest).values():
+            store.put(chunk)
         path = store.put_manifest(manifest, jobs=True)
         assert found.setdefault(job, path) == path
         assert Manifest.from_bytes(path.read_bytes()).job == job
@@ -141,14 +141,14 @@ def test_a_readers_store_has_one_number_of_two_jobs(tmp_path: Path) -> None:
     assert {file.path for file in store.files()} >= set(found.values())
 
 
-def chained(store: ChunkStore, versions: int) -> VersionPublisher:
-    """Publish a base of version 1 and deltas up to `versions`."""
-    trainer, weights = publisher(store), model(1)
-    trainer.publish_base(1, weights)
+def chained(store: ChunkStore, versions: int) -> list[dict[str, TensorBits]]:
+    """Publish a base of version 1 and deltas up to `versions`; return the weights of all."""
+    trainer, weights = publisher(store), [model(1)]
+    trainer.publish_base(1, weights[0])
     for version in range(2, versions + 1):
-        weights, before = next_model(weights, version), weights
-        trainer.publish(version, version - 1, before, weights)
-    return trainer
+        weights.append(next_model(weights[-1], version))
+        trainer.publish(version, version - 1, *weights[-2:])
+    return weights
 
 
 @pytest.mark.parametrize("content", [b"", b"ROSE", None])
@@ -173,8 +173,7 @@ def test_a_damaged_manifest_costs_its_own_version_alone(
     store.collect((), 0.0)
     assert not path.exists()
     assert store.catalog() == catalog, "nothing is collected that the newest version may need"
-    chained_anew = publisher(store)
-    chained_anew.publish_base(4, model(9))
+    publisher(store).publish_base(4, model(9))
     assert store.collect((), 0.0) > 0
     assert (store.versions(), store.bases()) == ((), (4,))
     assert {f.name for f in store.files()} >= {
@@ -182,8 +181,7 @@ def test_a_damaged_manifest_costs_its_own_version_alone(
     }
 
 
-def test_a_damaged_manifest_is_replaced_when_its_version_comes_again(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
+def test_a_damaged_manifest_is_replaced_when_its_version_comes_again(store: ChunkStore) -> None:
     chained(store, 1)
     whole = store.get_manifest(1, base=True)
     store.manifest_path(1, base=True).write_bytes(b"")
@@ -191,16 +189,14 @@ def test_a_damaged_manifest_is_replaced_when_its_version_comes_again(tmp_path: P
     assert store.get_manifest(1, base=True) == whole
 
 
-def test_files_that_are_no_manifests_are_left_alone(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
+def test_files_that_are_no_manifests_are_left_alone(store: ChunkStore) -> None:
     chained(store, 2)
     for name in ("copy of 2.manifest", "x.base.manifest", "-1.manifest", "2.old.manifest"):
         (store.manifests_dir / name).write_bytes(b"x")
     assert (store.versions(), store.bases()) == ((2,), (1,))
 
 
-def test_a_damaged_chunk_costs_the_versions_that_name_it(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
+def test_a_damaged_chunk_costs_the_versions_that_name_it(store: ChunkStore) -> None:
     chained(store, 3)
     kept, rotten = (store.get_manifest(version).chunks[0].id for version in (2, 3))
     (store.chunks_dir / rotten).write_bytes(b"\0")
@@ -210,19 +206,11 @@ def test_a_damaged_chunk_costs_the_versions_that_name_it(tmp_path: Path) -> None
     assert store.damaged_files == 1
 
 
-def test_a_damaged_chunk_that_is_fetched_again_is_counted(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
+def test_a_damaged_chunk_that_is_fetched_again_is_counted(store: ChunkStore) -> None:
     kept, rotten = store.put(b"kept"), store.put(b"rotten")
     (store.chunks_dir / rotten).write_bytes(b"\0")
     assert (store.mend(kept), store.mend(rotten), store.mend(rotten)) == (False, True, False)
     assert store.damaged_files == 1
-
-
-def test_a_damaged_chunk_is_written_again(tmp_path: Path) -> None:
-    store = ChunkStore(tmp_path)
-    name = store.put(b"hello")
-    (store.chunks_dir / name).write_bytes(b"hallo")
-    assert store.get(store.put(b"hello")) == b"hello"
 
 
 def durable(path: Path, synced: list[tuple[int, str]]) -> bool:
@@ -257,15 +245,14 @@ def test_a_draft_is_durable_in_its_folder(tmp_path: Path, synced: list[tuple[int
 STEPS = 4
 
 
-def published(root: Path, first: int = 0) -> tuple[ChunkStore, list[dict[str, TensorBits]]]:
-    """A store of STEPS deltas after version `first`, and the weights of each version."""
-    store = ChunkStore(root)
-    publisher = VersionPublisher(store, "job", "trainer", KEY, chunk_bytes=512)
+@pytest.fixture
+def weights(store: ChunkStore) -> list[dict[str, TensorBits]]:
+    """Weights of versions 0 to STEPS, of which the store has all deltas and no base."""
     weights = [model(0)]
-    for step in range(1, STEPS + 1):
-        weights.append(next_model(weights[-1], 10 * step))
-        publisher.publish(first + step, first + step - 1, weights[-2], weights[-1])
-    return store, weights
+    for version in range(1, STEPS + 1):
+        weights.append(next_model(weights[-1], 10 * version))
+        publisher(store).publish(version, version - 1, *weights[-2:])
+    return weights
 
 
 def same(found: dict[str, TensorBits], wanted: dict[str, TensorBits]) -> bool:
@@ -275,15 +262,17 @@ def same(found: dict[str, TensorBits], wanted: dict[str, TensorBits]) -> bool:
 
 
 @pytest.mark.parametrize("base", [1, 3, STEPS])
-def test_any_base_leads_to_the_newest_version_bit_for_bit(base: int, tmp_path: Path) -> None:
-    store, weights = published(tmp_path)
-    VersionPublisher(store, "job", "trainer", KEY).publish_base(base, weights[base])
+def test_any_base_leads_to_the_newest_version_bit_for_bit(
+    base: int, store: ChunkStore, weights: list[dict[str, TensorBits]]
+) -> None:
+    publisher(store).publish_base(base, weights[base])
     assert newest_version(store) == STEPS
     assert same(restore(store, STEPS), weights[STEPS])
 
 
-def test_without_a_base_the_model_is_asked_for_and_proved(tmp_path: Path) -> None:
-    store, weights = published(tmp_path)
+def test_without_a_base_the_model_is_asked_for_and_proved(
+    store: ChunkStore, weights: list[dict[str, TensorBits]]
+) -> None:
     with pytest.raises(CatalogError, match="publish a base"):
         restore(store, STEPS)
     assert same(restore(store, STEPS, weights[0]), weights[STEPS])
@@ -291,19 +280,15 @@ def test_without_a_base_the_model_is_asked_for_and_proved(tmp_path: Path) -> Non
         restore(store, STEPS, weights[1])
     with pytest.raises(WrongBaseError, match="has no bias"):
         restore(store, STEPS, {name: t for name, t in weights[0].items() if name != "bias"})
-
-
-def test_a_damaged_chunk_is_found_and_nothing_is_restored(tmp_path: Path) -> None:
-    store, weights = published(tmp_path)
-    chunk = next(iter(store.get_manifest(2).chunks))
-    (store.chunks_dir / chunk.id).write_bytes(b"rot")
+    (store.chunks_dir / store.get_manifest(2).chunks[0].id).write_bytes(b"rot")
     with pytest.raises(ChunkDigestError):
         restore(store, STEPS, weights[0])
 
 
-def test_going_on_from_other_weights_than_were_published_is_refused(tmp_path: Path) -> None:
-    store, weights = published(tmp_path)
-    again = VersionPublisher(store, "job", "trainer", KEY)
+def test_going_on_from_other_weights_than_were_published_is_refused(
+    store: ChunkStore, weights: list[dict[str, TensorBits]]
+) -> None:
+    again = publisher(store)
     with pytest.raises(WrongBaseError, match="was published as"):
         again.publish(STEPS + 1, STEPS, weights[0], weights[1])
     again.publish(STEPS + 1, STEPS, restore(store, STEPS, weights[0]), weights[1])

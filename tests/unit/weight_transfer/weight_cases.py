@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from weight_transfer.apply.receiver import Receiver
 from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.format.digest import digest_of
-from weight_transfer.format.manifest import Manifest
+from weight_transfer.format.manifest import Manifest, TensorUpdate
 from weight_transfer.format.tensors import WIDTHS, TensorBits, WeightClass, unsigned
 
 SPECIAL = {
@@ -70,8 +70,8 @@ def next_model(
     }
 
 
-def chunks_of(store: ChunkStore, *manifests: Manifest) -> dict[str, bytes]:
-    return {ref.id: store.get(ref.id) for manifest in manifests for ref in manifest.chunks}
+def chunks_of(store: ChunkStore, *updates: Manifest | TensorUpdate) -> dict[str, bytes]:
+    return {ref.id: store.get(ref.id) for update in updates for ref in update.chunks}
 
 
 def assert_holds(receiver: Receiver, tensors: dict[str, TensorBits], version: int) -> None:
