@@ -165,12 +165,8 @@ HALVES: list[Rectangle] = [((0, 8), (0, 5)), ((0, 8), (5, 10))]
 def test_an_overlap_and_a_gap_in_a_manifest_are_refused() -> None:
     update, _ = encoded_step(OLD, NEW, HALVES, Level.FAST)
     left, right = update.chunks
-    for chunks in [
-        (left,),
-        (left, left),
-        (right, left),
-        (left, structs.replace(right, columns=(4, 10))),
-    ]:
+    overlapping = structs.replace(right, columns=(4, 10))
+    for chunks in [(left,), (left, left), (right, left), (left, overlapping)]:
         with pytest.raises(ManifestError, match=r"w \(8, 10\): chunks do not tile it"):
             check_tiling(structs.replace(update, chunks=chunks))
         raw = manifest_of(structs.replace(update, chunks=chunks)).to_bytes()

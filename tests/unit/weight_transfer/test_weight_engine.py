@@ -35,9 +35,6 @@ from weight_transfer.errors import (
 from weight_transfer.kernels.simd import compiled
 from weight_transfer.vllm.disable_cpu_packing import plain_linear, register
 
-pytest.importorskip("torch")
-
-
 LIMIT = 64
 PATIENCE_S = 5.0
 
@@ -109,9 +106,6 @@ def test_nothing_else_is_read_or_waited_for(store: Path, name: str) -> None:
 def test_a_caller_that_may_name_any_file_names_regular_ones(store: Path, name: str) -> None:
     with pytest.raises(StoreError):
         read(None, store / name)
-
-
-def test_what_is_not_there_is_to_be_fetched(store: Path) -> None:
     with pytest.raises(ChunkMissingError, match="fetch it"):
         read(store, store / "manifests" / "2.json")
 
@@ -207,7 +201,7 @@ class Layer(nn.Module):
         return hidden @ self.proj + self.bias
 
 
-class Model(nn.Module):
+class ProbedModel(nn.Module):
     """Two layers; the probe's tokens are rows of `embed`."""
 
     def __init__(self) -> None:
@@ -233,7 +227,7 @@ class Packed(Layer):
         return hidden @ self.copy + self.bias
 
 
-def proven(live: Model, reference: Callable[[], nn.Module]) -> None:
+def proven(live: ProbedModel, reference: Callable[[], nn.Module]) -> None:
     tokens = torch.arange(7, 290, 31)
     engine: Any = SimpleNamespace(
         model=live, prober=SimpleNamespace(logits=lambda model: model(tokens).clone())
@@ -250,24 +244,20 @@ def proven(live: Model, reference: Callable[[], nn.Module]) -> None:
 
 
 def test_a_proof_that_sees_every_weight_leaves_them_as_they_were() -> None:
-    live, fresh = Model(), Model()
+    live, fresh = ProbedModel(), ProbedModel()
     proven(live, lambda: fresh)
     for name, weight in live.named_parameters():
         assert torch.equal(weight, dict(fresh.named_parameters())[name]), name
 
 
-def test_a_packed_copy_is_named() -> None:
-    live = Model()
-    live.layers[0] = Packed(0)
-    with pytest.raises(ProbeError, match=r"does not compute with layers\.0\.proj"):
-        proven(live, Model)
-
-
-def test_a_reference_that_borrows_a_layer_of_the_live_model_is_refused() -> None:
-    live, borrowing = Model(), Model()
+def test_a_packed_copy_and_a_borrowed_layer_are_named() -> None:
+    live, borrowing = ProbedModel(), ProbedModel()
     borrowing.layers[0] = live.layers[0]
     with pytest.raises(ProbeError, match="a fresh load of the base does not compute"):
         proven(live, lambda: borrowing)
+    live.layers[0] = Packed(0)
+    with pytest.raises(ProbeError, match=r"does not compute with layers\.0\.proj"):
+        proven(live, ProbedModel)
 
 
 def test_a_kernel_without_a_folder_to_keep_it_in_is_compiled(

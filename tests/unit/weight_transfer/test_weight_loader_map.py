@@ -1,19 +1,14 @@
 from pathlib import Path
 
-import loader_cases as cases
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loader_cases import (
-    FakeEngineModel,
-    NormTransforming,
-    checkpoint,
-    everything,
-    loaded,
-)
+from loader_cases import FakeEngineModel, NormTransforming, checkpoint, everything, loaded
 from loader_cases import proved as prove
+from loader_cases import sparse_step as step_of
+from loader_cases import staged as staged_step
 
 from bench.demo.faulty_worker import permuted
 from weight_transfer.apply.loader_map import LoaderMap
@@ -33,16 +28,20 @@ def base() -> dict[str, TensorBits]:
 
 @pytest.fixture
 def new(base: dict[str, TensorBits]) -> dict[str, TensorBits]:
-    return cases.sparse_step(base, seed=1)
+    return step_of(base, seed=1)
 
 
 @pytest.fixture
 def staged(base: dict[str, TensorBits], new: dict[str, TensorBits], tmp_path: Path) -> StagedUpdate:
-    return cases.staged(base, new, tmp_path)
+    return staged_step(base, new, tmp_path)
 
 
 def sizes(tensors: dict[str, TensorBits]) -> dict[str, int]:
     return {name: tensor.bits.size for name, tensor in tensors.items()}
+
+
+def digests_after(base: dict[str, TensorBits], staged: StagedUpdate) -> dict[str, int]:
+    return {**Receiver(base).digests} | {each.name: each.digest_after for each in staged.tensors}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -95,8 +94,7 @@ def test_writes_that_went_elsewhere_are_found_by_the_audit(
     placed = place(proved, staged)
     assert write(placed) == ()
     parts = Audit(proved).step(1 << 62)
-    after = dict(Receiver(base).digests)
-    after |= {tensor.name: tensor.digest_after for tensor in staged.tensors}
+    after = digests_after(base, staged)
     assert "attn.k_proj.weight" in judge(parts, after, sizes(base)).flipped
 
 
@@ -154,30 +152,27 @@ def test_the_overlay_reads_the_new_version_and_leaves_the_old(
     assert Receiver(base).digests == Receiver(checkpoint(0)).digests
 
 
-def test_one_differing_bit_fails_the_proof(base: dict[str, TensorBits]) -> None:
-    model = loaded(FakeEngineModel(), base)
-    model.qkv["weight"].data.view(torch.int16).view(-1)[9] ^= 1
+@pytest.mark.parametrize(
+    ("dtype", "packed", "words"),
+    [
+        (torch.bfloat16, False, "qkv"),
+        (torch.bfloat16, True, "rose_unpacked"),
+        (torch.float32, False, "--dtype bfloat16"),
+    ],
+    ids=["one differing bit", "packed away", "another type"],
+)
+def test_a_model_that_is_not_the_loaded_checkpoint_fails_the_proof(
+    base: dict[str, TensorBits], dtype: torch.dtype, packed: bool, words: str
+) -> None:
+    model = loaded(FakeEngineModel(dtype=dtype), base)
+    if packed:
+        model.qkv["weight"].data = torch.empty(0, dtype=dtype)
+    else:
+        model.qkv["weight"].data.view(torch.int16).view(-1)[9] ^= 1
     with torch.device("meta"):
-        trace = trace_loader(FakeEngineModel(), base)
-    with pytest.raises(LoaderMapError, match="qkv"):
-        LoaderMap.prove(model, trace, base, lambda: loaded(FakeEngineModel(), base))
-
-
-def test_packed_away_weights_say_what_to_do(base: dict[str, TensorBits]) -> None:
-    model = loaded(FakeEngineModel(), base)
-    model.qkv["weight"].data = torch.empty(0, dtype=torch.bfloat16)
-    with torch.device("meta"):
-        trace = trace_loader(FakeEngineModel(), base)
-    with pytest.raises(LoaderMapError, match="rose_unpacked"):
-        LoaderMap.prove(model, trace, base, lambda: model)
-
-
-def test_an_engine_of_another_type_says_what_to_do(base: dict[str, TensorBits]) -> None:
-    model = loaded(FakeEngineModel(dtype=torch.float32), base)
-    with torch.device("meta"):
-        trace = trace_loader(FakeEngineModel(dtype=torch.float32), base)
-    with pytest.raises(LoaderMapError, match="--dtype bfloat16"):
-        LoaderMap.prove(model, trace, base, lambda: model)
+        trace = trace_loader(FakeEngineModel(dtype=dtype), base)
+    with pytest.raises(LoaderMapError, match=words):
+        LoaderMap.prove(model, trace, base, lambda: loaded(FakeEngineModel(dtype=dtype), base))
 
 
 def test_permuted_values_fail_the_audit(base: dict[str, TensorBits], staged: StagedUpdate) -> None:
@@ -186,9 +181,7 @@ def test_permuted_values_fail_the_audit(base: dict[str, TensorBits], staged: Sta
         proved = prove(loaded(FakeEngineModel(rank), base), base)
         write(place(proved, permuted(staged)))
         parts += Audit(proved).step(1 << 62)
-    digests = dict(Receiver(base).digests)
-    digests |= {tensor.name: tensor.digest_after for tensor in staged.tensors}
-    assert len(judge(parts, digests, sizes(base)).flipped) == 1
+    assert len(judge(parts, digests_after(base, staged), sizes(base)).flipped) == 1
 
 
 dims = st.lists(st.integers(1, 5), min_size=1, max_size=3)
