@@ -1,12 +1,15 @@
 """A front in this process, a publisher that notes what it is given, and folders of checkpoints."""
 
+import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import aiohttp
 import numpy as np
 from aiohttp import web
 from aiohttp.test_utils import TestServer
@@ -75,7 +78,7 @@ class Gateway(Protocol):
     async def handle(self, http: web.Request) -> web.StreamResponse: ...
 
 
-class StandInGateway:
+class NotingGateway:
     """Says which calls came; `/generate` waits until it is told or hung up on."""
 
     def __init__(self) -> None:
@@ -91,8 +94,6 @@ class StandInGateway:
             health = {"status": "ok", "troubles": [], "log_dropped": 0, "unversioned": {}}
             return web.json_response({**health, "replicas": self.replicas})
         if http.path == "/generate":
-            import asyncio
-
             try:
                 await asyncio.Event().wait()
             finally:
@@ -120,6 +121,29 @@ def settings_of(folder: Path, gateway: str, **changes: object) -> FrontSettings:
     saved.mkdir(exist_ok=True)
     values: dict[str, object] = {"port": 0, "trainer": trainer, "weights_roots": (saved,)}
     return FrontSettings(**(values | {"whole_s": 0.0} | changes))  # type: ignore[arg-type]
+
+
+@dataclass
+class RunningFront:
+    """A front between a stand-in publisher and a stand-in gateway."""
+
+    url: str
+    publisher: StandInPublisher
+    gateway: NotingGateway
+    saved: Path
+
+    async def call(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, self.url + path, json=body) as answer,
+        ):
+            return answer.status, await answer.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        return await self.call("GET", path)
+
+    async def post(self, path: str, body: object = None) -> tuple[int, Any]:
+        return await self.call("POST", path, body)
 
 
 @asynccontextmanager

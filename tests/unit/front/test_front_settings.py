@@ -4,7 +4,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from front_cases import StandInGateway, StandInPublisher, front_with, save_checkpoint, settings_of
+from front_cases import NotingGateway, StandInPublisher, front_with, save_checkpoint, settings_of
 
 from rose.cli.main import main
 from rose.errors import ConfigError
@@ -65,7 +65,7 @@ async def test_with_keys_only_bearers_of_the_jobs_tokens_publish(tmp_path: Path)
     keys.write_text(f"{key.verify_key.hex}\n")
     publisher = StandInPublisher()
     statuses = []
-    async with front_with(tmp_path, publisher, StandInGateway(), token_keys=keys) as url:
+    async with front_with(tmp_path, publisher, NotingGateway(), token_keys=keys) as url:
         body = {"weight_dir": str(save_checkpoint(tmp_path / "saved/1"))}
         tokens = [None, issue(key, "other", "trainer", "rose", 60.0)]
         tokens.append(issue(key, "grpo", "trainer", "rose", 60.0))
