@@ -235,7 +235,9 @@ def replicas_table(replicas: Sequence[ReplicaRow], title: str = "replicas") -> T
 
 def _replica_row(replica: ReplicaRow) -> tuple[Said, ...]:
     lease, engine = replica.lease, replica.engine
-    whys = [engine.why if engine else "", lease.why if lease else ""]
+    whys = [lease.why if lease else ""]
+    if engine:
+        whys = [engine.why, engine.late and f"not at the newest weights: {engine.late}", *whys]
     return (
         replica.name,
         replica.kind,

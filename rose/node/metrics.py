@@ -53,6 +53,7 @@ REJECTIONS = {
     "chunk_rejected": "chunk",
     "version_refused": "version",
     "quarantined": "engine",
+    "signature_refused": "signature",
 }
 FROZEN_MODES = ("freeze", "drain", "kill")
 PAUSE_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

@@ -631,6 +631,7 @@ def _guest(replica: Replica) -> rose_pb2.GuestTelemetry:
         state=replica.supervisor.state.value,
         restarts=replica.supervisor.restarts,
         held_bytes=replica.held_though_barred,
+        late=replica.updates.late,
     )
 
 

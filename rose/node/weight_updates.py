@@ -34,6 +34,7 @@ from weight_transfer import (
     CatalogError,
     ChunkStore,
     OnUpdate,
+    SignatureError,
     VerifyKey,
     WeightError,
     WrongBaseError,
@@ -203,6 +204,13 @@ async def _plan(source: WeightSource, request: UpdateRequest) -> FetchPlan:
         return FetchPlan(None, (step.version,), 0)
 
 
+def _is_of_signature(error: BaseException | None) -> bool:
+    """Return True if an error, or what caused it, is a signature of another key, or none."""
+    return error is not None and (
+        isinstance(error, SignatureError) or _is_of_signature(error.__cause__)
+    )
+
+
 def rebased(catalog: Catalog, held: int | None, target: int) -> FetchPlan:
     """Return the plan with the fewest bytes that leads to `target` from a base newer than `held`.
     Raises CatalogError if there is none.
@@ -342,6 +350,7 @@ class Updates:
     """Background task that keeps one engine at the newest weight version of the job that leases it.
 
     version, job: what the engine has proven to run; 0 and "" if it runs its model folder's weights.
+    late: why the last try to bring a newer version failed; "" after one that did not.
     Before the first lease it follows the job of the engine's weights. The weights of another job
     are replaced through a base; without one the engine is restarted.
 
@@ -371,6 +380,7 @@ class Updates:
         self._owner = owner
         self._wanted = ""
         self._latest = 0
+        self.late = ""
         self._other_model = False
         self._life = 0
         self._up = False
@@ -410,7 +420,7 @@ class Updates:
         self._life += 1
         self._up = False
         self.version = 0
-        self.job = ""
+        self.job = self.late = ""
 
     def wake(self) -> None:
         """Wake the update task, so that it looks for a version to fetch, because one was
@@ -477,7 +487,8 @@ class Updates:
         try:
             fetched = await fetch_update(source, request, self._rejected, hold)
         except (RoseError, WeightError) as error:
-            self._log("version_not_fetched", version=known.version, message=str(error))
+            event = "signature_refused" if _is_of_signature(error) else "version_not_fetched"
+            self._log(event, version=known.version, message=str(error))
             if isinstance(error, CatalogError) and life == self._life:
                 if foreign:
                     self._restart_for(known, str(error))
@@ -560,7 +571,7 @@ class Updates:
         self._rebase = False
         if job == self._wanted:
             self._other_model = False
-        self.job, self.version = job, version
+        self.job, self.version, self.late = job, version, ""
         self._owner.activated(job, version)
 
     def _refused(self, version: int, message: str) -> None:
@@ -596,4 +607,6 @@ class Updates:
         self._log("chunk_rejected", chunk=name)
 
     def _log(self, event: str, **fields: object) -> None:
+        if "message" in fields:
+            self.late = f"version {fields['version']}: {fields['message']}"
         self._events.write(event, replica=self._replica, **fields)

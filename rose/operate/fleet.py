@@ -146,7 +146,8 @@ class Engine:
     """State of a replica's engine. grant: its permission to run, `none` without a gate.
 
     reason: word of `FreezeReason` that says why it may or may not run; why: the same as a sentence.
-    held_bytes: all memory that it holds, measured while it must not exist, else None.
+    held_bytes: all memory that it holds, measured while it must not exist, else None. late: why it
+    has not the newest version of its job, as last tried; empty while it has.
     """
 
     state: str
@@ -161,6 +162,7 @@ class Engine:
     kv_bytes: int
     lend_bytes: int | None
     held_bytes: int | None
+    late: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -467,6 +467,7 @@ class GuestTelemetry(_message.Message):
     HELD_BYTES_FIELD_NUMBER: _builtins.int
     LEND_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
+    LATE_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     mode: _builtins.str
     """of the grant: run, throttle, freeze, drain, kill; "none" for a replica without a gate"""
@@ -487,6 +488,8 @@ class GuestTelemetry(_message.Message):
     """of a guest: its KV memory when all of it is lent, as its host stands now"""
     kv_bytes: _builtins.int
     """of a guest: KV memory that it has mapped"""
+    late: _builtins.str
+    """why it has not the newest version of its job, as last tried; empty while it has"""
     def __init__(
         self,
         *,
@@ -503,10 +506,11 @@ class GuestTelemetry(_message.Message):
         held_bytes: _builtins.int | None = ...,
         lend_bytes: _builtins.int | None = ...,
         kv_bytes: _builtins.int = ...,
+        late: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "held_bytes", b"held_bytes", "lend_bytes", b"lend_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "duty", b"duty", "held_bytes", b"held_bytes", "kv_bytes", b"kv_bytes", "lend_bytes", b"lend_bytes", "mode", b"mode", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "duty", b"duty", "held_bytes", b"held_bytes", "kv_bytes", b"kv_bytes", "late", b"late", "lend_bytes", b"lend_bytes", "mode", b"mode", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__held_bytes: _TypeAlias = _typing.Literal["held_bytes"]  # noqa: Y015
     _WhichOneofArgType__held_bytes: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes"]  # noqa: Y015

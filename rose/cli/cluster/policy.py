@@ -391,12 +391,15 @@ def explained(found: NodePolicy, now: Callable[[], datetime] = datetime.now) -> 
     capacity = found.capacity
     held = f"; held back by {'; '.join(capacity.limits)}" if capacity.limits else ""
     yield f"{found.node}: {_harvest(capacity, now())}{held}"
-    advice = (
-        f"; an Active policy would: {WORDS[capacity.would]}"
-        if capacity.would is not capacity.mode
-        else ""
-    )
-    yield f"  {WORDS[capacity.mode]}{advice}{_load(capacity)}"
+    if capacity.busy_share is None and capacity.kv_share is None:
+        yield "  lends nothing: no host of it was heard; `rose doctor --config FILE` there says why"
+    else:
+        advice = (
+            f"; an Active policy would: {WORDS[capacity.would]}"
+            if capacity.would is not capacity.mode
+            else ""
+        )
+        yield f"  {WORDS[capacity.mode]}{advice}{_load(capacity)}"
     yield from _in_figures(capacity)
     for guest in found.guests:
         if guest.engine is not None:

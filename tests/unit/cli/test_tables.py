@@ -6,7 +6,15 @@ from typing import Any
 
 from rose.cli.cluster.policy import NodePolicy, explained
 from rose.cli.cluster.top import Frame, Rates, bar, fitted_view, frame_view
-from rose.cli.tables import headlines, nodes_table, replicas_table, tpot, ttft, version
+from rose.cli.tables import (
+    REPLICA_COLUMNS,
+    headlines,
+    nodes_table,
+    replicas_table,
+    tpot,
+    ttft,
+    version,
+)
 from rose.command_line.output import Table, Tone, TonedText, text_of
 from rose.operate.fleet import Engine, Fleet, HostRow, NodeStatus, ReplicaRow, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
@@ -211,3 +219,10 @@ def test_its_load_and_each_guests_reason_follow() -> None:
         " its host's KV cache is 83% full"
     )
     assert "  g0: freeze, duty 0%: the host needs it" in lines
+
+
+def test_a_replica_says_why_it_has_not_the_newest_weights() -> None:
+    engine = Engine("healthy", 0, "run", "", "", 1, 0, 0, 0, 0, 0, None, "version 2: no signature")
+    guest = ReplicaRow("g0", "guest", "serving-0", "", True, "", 1, "", "", None, None, engine)
+    why = replicas_table([guest]).rows[0][REPLICA_COLUMNS.index("WHY")]
+    assert why == "not at the newest weights: version 2: no signature"

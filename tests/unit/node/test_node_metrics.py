@@ -165,11 +165,13 @@ def test_what_alerts_count_is_0_before_it_first_happens() -> None:
     late = {"replica": "g0", "enough": True, "in_time": False, "seconds": 9.0}
     made.heard("chunk_rejected", {"replica": "g0", "chunk": "c"})
     made.heard("quarantined", {"replica": "g0", "version": 7})
+    made.heard("signature_refused", {"replica": "g0", "version": 8})
     made.heard("reclaim_ended", late)
     made.heard("stop_overdue", {"replica": "g0", "held_bytes": 1})
     found = collected(made)
     assert found["rose_weights_rejected_total,g0,chunk"] == 1
     assert found["rose_weights_rejected_total,g0,engine"] == 1
+    assert found["rose_weights_rejected_total,g0,signature"] == 1
     assert found["rose_weights_rejected_total,g0,version"] == 0
     assert found["rose_late_reclaims_total,g0"] == 2
     made.close()

@@ -177,21 +177,30 @@ def unsigned(manifest: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("publishing", "change", "said"),
+    ("publishing", "change", "event", "said"),
     [
         pytest.param(
-            {"lifetime_s": 0.0}, None, "version 2 of job expired; publish a newer one", id="expired"
+            {"lifetime_s": 0.0},
+            None,
+            "version_not_fetched",
+            "version 2 of job expired; publish a newer one",
+            id="expired",
         ),
         pytest.param(
-            {"key": SigningKey.generate()}, None, "signature does not match", id="of another key"
+            {"key": SigningKey.generate()},
+            None,
+            "signature_refused",
+            "signature does not match",
+            id="of another key",
         ),
-        pytest.param({}, unsigned, "there is no signature", id="unsigned"),
+        pytest.param({}, unsigned, "signature_refused", "there is no signature", id="unsigned"),
     ],
 )
 async def test_a_manifest_that_must_not_be_used_leaves_the_old_version(
     case: UpdatesCase,
     publishing: dict[str, Any],
     change: Callable[[bytes], bytes] | None,
+    event: str,
     said: str,
 ) -> None:
     case.publish(2, **publishing)
@@ -199,11 +208,14 @@ async def test_a_manifest_that_must_not_be_used_leaves_the_old_version(
     if change is not None:
         path.write_bytes(change(path.read_bytes()))
     case.announce(2)
-    assert said in await case.noted("version_not_fetched")
+    assert said in await case.noted(event)
     assert case.updates.version == 1
+    assert case.updates.late.startswith("version 2: ")
+    assert said in case.updates.late
     path.unlink()
     case.publish(2)
     await case.active(2)
+    assert case.updates.late == ""
     assert case.whys == []
 
 

@@ -440,7 +440,7 @@ async def test_explain_says_what_holds_and_whose_each_field_is(
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [
         "n0: would harvest what its node has not said yet; held back by mode Advisory (careful)",
-        "  lends nothing; an Active policy would: lends",
+        "  lends nothing: no host of it was heard; `rose doctor --config FILE` there says why",
     ]
     assert "  cooldown: 60 (careful)" in lines
     await node.leave()
