@@ -29,7 +29,7 @@ DRIVE_S = 240.0
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RecordedCall:
     """One call; bodies are JSON, None where there is none."""
 
     method: str
@@ -90,7 +90,7 @@ class Recorder:
 
     def __init__(self, front: str) -> None:
         self._front = front
-        self.calls: list[Call] = []
+        self.calls: list[RecordedCall] = []
 
     async def _pass_on(self, http: web.Request) -> web.Response:
         raw = await http.read()
@@ -102,7 +102,7 @@ class Recorder:
         ):
             answered = await answer.read()
         self.calls.append(
-            Call(
+            RecordedCall(
                 http.method,
                 http.rel_url.raw_path_qs,
                 json.loads(raw) if raw else None,
@@ -136,16 +136,18 @@ def drive(clients: Path, front: str, model: Path, saved: Path) -> None:
     assert done.returncode == 0, done.stderr[-3_000:]
 
 
-def read() -> list[Call]:
+def read() -> list[RecordedCall]:
     """All that is recorded, with names."""
     lines = RECORDS.read_text(encoding="utf-8").splitlines()
-    return [Call(**json.loads(line)) for line in lines]
+    return [RecordedCall(**json.loads(line)) for line in lines]
 
 
-def written(calls: list[Call], names: Names) -> str:
+def written(calls: list[RecordedCall], names: Names) -> str:
     """The record's lines."""
     lines = [
-        json.dumps({name: getattr(call, name) for name in Call.__slots__}, ensure_ascii=False)
+        json.dumps(
+            {name: getattr(call, name) for name in RecordedCall.__slots__}, ensure_ascii=False
+        )
         for call in calls
     ]
     return names.hidden("\n".join(lines) + "\n")

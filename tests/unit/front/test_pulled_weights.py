@@ -32,7 +32,7 @@ def adler(new: np.ndarray) -> str:
     return f"{zlib.adler32(new.tobytes()):08x}"
 
 
-class Stream:
+class DeltaStream:
     """A folder of versions, each of which changes the one before."""
 
     def __init__(self, folder: Path) -> None:
@@ -68,11 +68,11 @@ class Stream:
 
 
 @pytest.fixture
-def stream(tmp_path: Path) -> Stream:
-    return Stream(tmp_path)
+def stream(tmp_path: Path) -> DeltaStream:
+    return DeltaStream(tmp_path)
 
 
-def test_changes_are_applied_in_order_from_the_base_on(stream: Stream) -> None:
+def test_changes_are_applied_in_order_from_the_base_on(stream: DeltaStream) -> None:
     one, two, three = VALUES
     stream.save(1, one, two)
     digest = blake3.blake3(three.tobytes()).hexdigest()
@@ -82,27 +82,27 @@ def test_changes_are_applied_in_order_from_the_base_on(stream: Stream) -> None:
     assert stream.pulled(1) == [2.0] * 4
     assert stream.pulled(2) == [3.0] * 4
     # Whoever starts again, and whoever begins anew, goes through all of them.
-    again = Stream.__new__(Stream)
+    again = DeltaStream.__new__(DeltaStream)
     again.folder = stream.folder
     again.pulling = PulledWeights(WeightRoots([stream.base.parent]), stream.base)
     assert again.pulled(2) == [3.0] * 4
     assert stream.pulled(1) == [2.0] * 4
 
 
-def test_a_whole_checkpoint_in_a_stream_begins_it_anew(stream: Stream) -> None:
+def test_a_stream_may_begin_anew_with_a_whole_checkpoint_and_have_a_step_without_changes(
+    stream: DeltaStream,
+) -> None:
     save_checkpoint(stream.folder / "weight_v000001", 2)
     stream.save(2, VALUES[1], VALUES[2])
+    index = stream.save(3, VALUES[2], VALUES[0]) / INDEX
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"weight_map": {}}))
     assert stream.pulled(2) == [3.0] * 4
+    assert stream.pulled(3) == [3.0] * 4
 
 
-def test_a_step_that_changed_nothing_has_no_file(stream: Stream) -> None:
-    folder = stream.save(1, VALUES[0], VALUES[1])
-    index = json.loads((folder / INDEX).read_text())
-    (folder / INDEX).write_text(json.dumps(index | {"weight_map": {}}))
-    assert stream.pulled(1) == [1.0] * 4
-
-
-def test_a_version_that_is_not_there_yet_is_waited_for_and_harms_nothing(stream: Stream) -> None:
+def test_a_version_that_is_not_there_yet_is_waited_for_and_harms_nothing(
+    stream: DeltaStream,
+) -> None:
     stream.save(1, VALUES[0], VALUES[1])
     with pytest.raises(NotWholeError, match="weight_v000002"):
         stream.pulled(2)
@@ -126,7 +126,7 @@ def test_a_version_that_is_not_there_yet_is_waited_for_and_harms_nothing(stream:
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_changes_that_do_not_fit_are_refused_and_the_next_pull_is_right(
-    stream: Stream, wrong: dict[str, Any]
+    stream: DeltaStream, wrong: dict[str, Any]
 ) -> None:
     folder = stream.save(1, VALUES[0], VALUES[1], **wrong)
     with pytest.raises(RefusedError):

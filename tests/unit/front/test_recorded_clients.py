@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -12,6 +13,7 @@ from recorded_clients import (
     CLIENTS,
     RECORDS,
     Names,
+    RecordedCall,
     Recorder,
     TurnsGateway,
     drive,
@@ -19,9 +21,17 @@ from recorded_clients import (
     written,
 )
 
+from rose.gateway.apis import CompletionFrontend, SglangFrontend, VllmFrontend
+from rose.gateway.apis.frontend import ApiFrontend
+from rose.gateway.text_codec import ServedModel
 from tests.trainers.stack import ROOT, save_policy
 
 REWRITE = "ROSE_REWRITE_TRACES"
+APIS: dict[str, Callable[..., ApiFrontend]] = {
+    "/inference/v1/generate": VllmFrontend,
+    "/generate": SglangFrontend,
+    "/v1/completions": CompletionFrontend,
+}
 
 
 def names(front: str, folder: Path) -> Names:
@@ -49,10 +59,18 @@ async def test_recorded_clients_are_answered_as_they_were(tmp_path: Path) -> Non
     updates = range(1, len(CLIENTS) + 1)
     assert publisher.events == [f"{what} {n}" for n in updates for what in ("published", "served")]
     # Turns reach the gateway as their clients wrote them.
-    routes = ("/inference/v1/generate", "/generate", "/v1/completions")
-    asked = [(call.path, call.body) for call in recorded if call.path in routes]
+    asked = [(call.path, call.body) for call in recorded if call.path in APIS]
     assert json.loads(run.hidden(json.dumps(gateway.turns))) == [[*each] for each in asked]
     assert len(asked) == len(CLIENTS)
+
+
+@pytest.mark.parametrize("call", [each for each in read() if each.path in APIS])
+async def test_a_recorded_turn_is_read_by_the_gateway(call: RecordedCall) -> None:
+    model = ServedModel("$FOLDER/policy", 512, None)
+    salted = call.body | ({"cache_salt": "3"} if "token_ids" in call.body else {})
+    asked = await APIS[call.path](model, 16).read(json.dumps(salted).encode(), {})
+    (turn,) = asked.turns
+    assert (turn.token_ids, turn.sampling.max_tokens) == ([10, 20, 30, 40], 6)
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from rose.integrations.front.watch import LACKING_S, CheckpointWatcher
 from rose.main.publish import _once
 
 
-class Watch:
+class WatchedFolder:
     """A folder whose files are as old as the test says, and whoever watches it."""
 
     def __init__(self, folder: Path, publisher: StandInPublisher) -> None:
@@ -34,11 +34,11 @@ class Watch:
 
 
 @pytest.fixture
-def watch(tmp_path: Path) -> Watch:
-    return Watch(tmp_path, StandInPublisher())
+def watch(tmp_path: Path) -> WatchedFolder:
+    return WatchedFolder(tmp_path, StandInPublisher())
 
 
-def test_the_newest_of_several_is_published_once_it_has_settled(watch: Watch) -> None:
+def test_the_newest_of_several_is_published_once_it_has_settled(watch: WatchedFolder) -> None:
     watcher = watch.watcher()
     assert watcher.step() is None
     for number in (1, 2, 10):
@@ -52,7 +52,7 @@ def test_the_newest_of_several_is_published_once_it_has_settled(watch: Watch) ->
     assert (watcher.step(), watch.publisher.events) == (None, ["published 1", "served 1"])
 
 
-def test_a_folder_that_is_still_written_starts_to_settle_anew(watch: Watch) -> None:
+def test_a_folder_that_is_still_written_starts_to_settle_anew(watch: WatchedFolder) -> None:
     watcher = watch.watcher()
     watch.save("step_1", 1)
     assert watcher.step() is None
@@ -65,7 +65,7 @@ def test_a_folder_that_is_still_written_starts_to_settle_anew(watch: Watch) -> N
     assert watcher.step() is not None
 
 
-def test_a_marker_is_waited_for_and_then_nothing_else(watch: Watch) -> None:
+def test_a_marker_is_waited_for_and_then_nothing_else(watch: WatchedFolder) -> None:
     watcher = watch.watcher(marker="STABLE", inside="actor/huggingface")
     watch.save("global_step_1", 1, "actor/huggingface")
     watch.now_s = 60.0
@@ -74,7 +74,7 @@ def test_a_marker_is_waited_for_and_then_nothing_else(watch: Watch) -> None:
     assert watcher.step() is not None
 
 
-def test_whoever_starts_again_goes_on_after_the_last(watch: Watch) -> None:
+def test_whoever_starts_again_goes_on_after_the_last(watch: WatchedFolder) -> None:
     watch.save("step_1", 1)
     assert watch.watcher(settled_s=0.0).step() is not None
     again = watch.watcher(settled_s=0.0)
@@ -86,7 +86,7 @@ def test_whoever_starts_again_goes_on_after_the_last(watch: Watch) -> None:
 
 
 def test_a_trainer_that_goes_back_is_followed_and_later_steps_of_before_are_not(
-    watch: Watch,
+    watch: WatchedFolder,
 ) -> None:
     for number in (1, 2, 3):
         watch.save(f"step_{number}", number)
@@ -99,7 +99,7 @@ def test_a_trainer_that_goes_back_is_followed_and_later_steps_of_before_are_not(
     assert watcher.step() is None
 
 
-def test_one_that_does_not_fit_is_left_until_it_changes(watch: Watch) -> None:
+def test_one_that_does_not_fit_is_left_until_it_changes(watch: WatchedFolder) -> None:
     watcher = watch.watcher(settled_s=0.0)
     watch.save("step_1", 1)
     watch.publisher.fails = RefusedError("names do not fit")
@@ -110,7 +110,7 @@ def test_one_that_does_not_fit_is_left_until_it_changes(watch: Watch) -> None:
     assert watcher.step() is not None
 
 
-def test_an_outage_loses_no_checkpoint_and_doubles_none(watch: Watch) -> None:
+def test_an_outage_loses_no_checkpoint_and_doubles_none(watch: WatchedFolder) -> None:
     watcher = watch.watcher(settled_s=0.0)
     watch.save("step_1", 1)
     watch.publisher.fails = UnavailableError("no scheduler answers")
@@ -123,7 +123,7 @@ def test_an_outage_loses_no_checkpoint_and_doubles_none(watch: Watch) -> None:
     assert watch.publisher.events == ["published 1"]
 
 
-def test_folders_of_another_make_are_passed_over(watch: Watch) -> None:
+def test_folders_of_another_make_are_passed_over(watch: WatchedFolder) -> None:
     for name in ("latest", "step_1.tmp", ".step_9", "logs"):
         watch.save(name, 1)
     (watch.folder / "step_3").write_text("a file")
@@ -131,7 +131,7 @@ def test_folders_of_another_make_are_passed_over(watch: Watch) -> None:
     assert watch.watcher(settled_s=0.0).step() is None
 
 
-def test_what_cannot_be_watched_is_one_line(watch: Watch, tmp_path: Path) -> None:
+def test_what_cannot_be_watched_is_one_line(watch: WatchedFolder, tmp_path: Path) -> None:
     (tmp_path / "published.watched.json").write_text("{")
     with pytest.raises(ConfigError, match="remove it"):
         watch.watcher()
@@ -155,7 +155,7 @@ ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors
     ],
 )
 def test_what_a_folder_lacks_is_written_once_when_it_has_lacked_it_for_long(
-    watch: Watch, files: tuple[str, ...], why: str
+    watch: WatchedFolder, files: tuple[str, ...], why: str
 ) -> None:
     folder, lines = watch.folder / "checkpoint-5", list[str]()
     folder.mkdir()
@@ -172,7 +172,7 @@ def test_what_a_folder_lacks_is_written_once_when_it_has_lacked_it_for_long(
     ]
 
 
-def test_once_says_what_the_newest_step_lacks(watch: Watch) -> None:
+def test_once_says_what_the_newest_step_lacks(watch: WatchedFolder) -> None:
     (watch.folder / "step_1").mkdir()
     (watch.folder / "step_2").mkdir()
     (watch.folder / "step_2/pytorch_model.bin").touch()
@@ -181,7 +181,7 @@ def test_once_says_what_the_newest_step_lacks(watch: Watch) -> None:
 
 
 def test_what_was_published_is_durable_before_it_has_its_name(
-    watch: Watch, synced: list[tuple[int, str]]
+    watch: WatchedFolder, synced: list[tuple[int, str]]
 ) -> None:
     watch.save("step_1", 1)
     assert watch.watcher(settled_s=0.0).step() is not None

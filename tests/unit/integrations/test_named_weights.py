@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,27 +69,15 @@ def test_what_was_taken_does_not_change_with_the_next_step_of_training() -> None
     assert np.array_equal(found[NORM].bits, before)
 
 
-def test_another_name_of_tied_weights_is_left_out() -> None:
-    new = weights(seed=1)
-    found = taken(checkpoint(weights()), *new.items(), (HEAD, new[EMBED]))
-    assert HEAD not in found
-
-
-def test_tied_weights_that_the_checkpoint_has_twice_are_published_twice() -> None:
+def test_tied_weights_are_published_as_often_as_the_checkpoint_has_them() -> None:
     base, new = weights(), weights(seed=1)
+    assert HEAD not in taken(checkpoint(base), *new.items(), (HEAD, new[EMBED]))
     twice = checkpoint({**base, HEAD: base[EMBED]})
     found = taken(twice, *new.items(), tied=True)
     assert np.array_equal(found[HEAD].bits, found[EMBED].bits)
-
-
-@pytest.mark.parametrize("tied", [None, False])
-def test_weights_that_the_config_does_not_tie_are_not_taken_for_another_names(
-    *, tied: bool | None
-) -> None:
-    base, new = weights(), weights(seed=1)
-    twice = checkpoint({**base, HEAD: base[EMBED]})
-    with pytest.raises(UnfitWeightsError, match=r"the trainer does not give lm_head\.weight$"):
-        taken(twice, *new.items(), tied=tied)
+    for tied in (None, False):
+        with pytest.raises(UnfitWeightsError, match=r"the trainer does not give lm_head\.weight$"):
+            taken(twice, *new.items(), tied=tied)
 
 
 def test_equal_norms_are_two_tensors() -> None:
@@ -102,10 +91,9 @@ def test_equal_norms_are_two_tensors() -> None:
 
 def test_a_head_with_other_values_is_no_other_name_of_the_embedding() -> None:
     new = weights(seed=1)
-    with pytest.raises(UnfitWeightsError, match=r"the checkpoint has no lm_head\.weight"):
-        taken(checkpoint(weights()), *new.items(), (HEAD, new[EMBED] + 1), tied=True)
-    with pytest.raises(UnfitWeightsError, match=r"the checkpoint has no lm_head\.weight"):
-        taken(checkpoint(weights()), *new.items(), (HEAD, new[EMBED]), tied=False)
+    for head, tied in ((new[EMBED] + 1, True), (new[EMBED], False)):
+        with pytest.raises(UnfitWeightsError, match=r"the checkpoint has no lm_head\.weight"):
+            taken(checkpoint(weights()), *new.items(), (HEAD, head), tied=tied)
 
 
 @pytest.mark.parametrize(
@@ -154,22 +142,22 @@ def test_two_names_of_one_tensor_with_other_values_are_refused() -> None:
     assert taken(checkpoint(new), *new.items(), ("module." + NORM, new[NORM]))
 
 
-def test_a_tensor_that_the_checkpoint_lacks_is_refused_by_name() -> None:
-    new = weights()
-    with pytest.raises(UnfitWeightsError, match=r"the checkpoint has no extra\.bias$"):
-        taken(checkpoint(new), *new.items(), ("extra.bias", torch.ones(3)))
-
-
-def test_a_tensor_that_the_trainer_lacks_is_refused_by_name() -> None:
-    new = weights()
-    with pytest.raises(UnfitWeightsError, match=r"the trainer does not give model\.norm\.weight"):
-        taken(checkpoint(new), (EMBED, new[EMBED]))
-
-
-def test_another_shape_is_refused_with_both() -> None:
-    new = weights()
-    with pytest.raises(UnfitWeightsError, match=r"norm\.weight is \(5,\), not \(4,\)"):
-        taken(checkpoint(new), (EMBED, new[EMBED]), (NORM, torch.ones(5)))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"extra.bias": torch.ones(3)}, r"the checkpoint has no extra\.bias$"),
+        ({NORM: None}, r"the trainer does not give model\.norm\.weight"),
+        ({NORM: torch.ones(5)}, r"norm\.weight is \(5,\), not \(4,\)"),
+        ({"model.norm.lora_A.weight": torch.ones(2, 4)}, "merge them"),
+    ],
+    ids=["one too many", "one too few", "another shape", "an adapter"],
+)
+def test_names_and_shapes_that_the_checkpoint_has_not_are_refused(
+    changes: dict[str, Any], words: str
+) -> None:
+    given = {name: one for name, one in (weights() | changes).items() if one is not None}
+    with pytest.raises(UnfitWeightsError, match=words):
+        taken(checkpoint(weights()), *given.items())
 
 
 def test_many_missing_names_are_counted_and_not_listed() -> None:
@@ -177,12 +165,6 @@ def test_many_missing_names_are_counted_and_not_listed() -> None:
     with pytest.raises(UnfitWeightsError, match="and 5 more") as told:
         taken(base)
     assert "\n" not in str(told.value)
-
-
-def test_adapters_are_refused_with_what_to_do() -> None:
-    new = weights()
-    with pytest.raises(UnfitWeightsError, match="merge them"):
-        taken(checkpoint(new), *new.items(), ("model.norm.lora_A.weight", torch.ones(2, 4)))
 
 
 def test_every_shard_is_gathered_though_one_before_it_does_not_fit() -> None:

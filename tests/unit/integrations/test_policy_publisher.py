@@ -158,10 +158,15 @@ def test_a_trainer_that_starts_again_goes_on_from_what_it_published(
     assert made.closed
 
 
-def test_a_new_run_of_a_job_that_has_versions_replaces_them_whole(
-    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("resumed", [None, 7])
+def test_a_run_that_cannot_go_on_from_its_root_replaces_the_jobs_versions_whole(
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch, resumed: int | None
 ) -> None:
-    monkeypatch.setattr(StandInWeightPublisher, "begun", Begun(latest=7))
+    async def torn(_: StandInWeightPublisher) -> None:
+        raise WeightError("a chunk is gone")
+
+    monkeypatch.setattr(StandInWeightPublisher, "begun", Begun(latest=7, resumed=resumed))
+    monkeypatch.setattr(StandInWeightPublisher, "restore", torn)
     with PolicyPublisher(settings) as policy:
         assert not policy.resumed
         with pytest.raises(RefusedError, match="holds no version"):
@@ -172,32 +177,30 @@ def test_a_new_run_of_a_job_that_has_versions_replaces_them_whole(
     assert StandInWeightPublisher.made[0].calls == [("anew", 8), ("delta", 9)]
 
 
-def test_a_root_that_cannot_be_read_back_is_begun_anew(
-    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def torn(_: StandInWeightPublisher) -> None:
-        raise WeightError("a chunk is gone")
-
-    monkeypatch.setattr(StandInWeightPublisher, "begun", Begun(latest=7, resumed=7))
-    monkeypatch.setattr(StandInWeightPublisher, "restore", torn)
-    with PolicyPublisher(settings) as policy:
-        assert not policy.resumed
-        assert policy.publish(weights(seed=8).items()) == 8
-    assert StandInWeightPublisher.made[0].calls == [("anew", 8)]
-
-
-def test_a_version_that_no_scheduler_was_told_of_is_gone_on_from(
-    policy: PolicyPublisher, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("trouble", "kind", "words", "next_version"),
+    [
+        (NotAnnouncedError("no scheduler answers"), NotAnnouncedError, "no scheduler", 2),
+        (OSError(28, "No space left"), RefusedError, "version 1 is not published: .*No space", 1),
+    ],
+    ids=["not announced", "full disk"],
+)
+def test_after_a_failure_the_next_version_is_what_the_store_says(
+    policy: PolicyPublisher,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: Exception,
+    kind: type[Exception],
+    words: str,
+    next_version: int,
 ) -> None:
     policy.start()
-    monkeypatch.setattr(
-        StandInWeightPublisher, "trouble", NotAnnouncedError("no scheduler answers")
-    )
-    with pytest.raises(NotAnnouncedError):
+    monkeypatch.setattr(StandInWeightPublisher, "trouble", trouble)
+    with pytest.raises(kind, match=words) as told:
         policy.publish(weights(seed=1).items())
+    assert "\n" not in str(told.value)
     monkeypatch.setattr(StandInWeightPublisher, "trouble", None)
-    assert policy.publish(weights(seed=2).items()) == 2
-    assert StandInWeightPublisher.made[0].calls == [("delta", 2)]
+    assert policy.publish(weights(seed=2).items()) == next_version
+    assert StandInWeightPublisher.made[0].calls == [("delta", next_version)]
 
 
 def test_it_returns_once_enough_live_replicas_serve_the_version(
@@ -210,28 +213,23 @@ def test_it_returns_once_enough_live_replicas_serve_the_version(
     assert seen == [[Row(1), Row(2)]]
 
 
+@pytest.mark.parametrize(
+    ("down", "words"),
+    [(False, r"0 of 1 do \(1 replicas known\)"), (True, "the gateway does not answer")],
+)
 def test_a_version_that_nobody_serves_is_waited_for_so_long_and_said(
-    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
+    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch, down: bool, words: str
 ) -> None:
     monkeypatch.setattr(StandInClient, "rows", [[Row(0)]])
+    monkeypatch.setattr(StandInClient, "down", down)
     with PolicyPublisher(replace(settings, timeout_s=0.05)) as policy:
-        with pytest.raises(UnavailableError, match=r"0 of 1 do \(1 replicas known\)") as told:
+        with pytest.raises(UnavailableError, match=words) as told:
             policy.publish(weights().items())
         assert "\n" not in str(told.value)
         # The version is published: the next one follows it.
         monkeypatch.setattr(StandInClient, "rows", [[Row(9)]])
+        monkeypatch.setattr(StandInClient, "down", False)
         assert policy.publish(weights(seed=1).items()) == 2
-
-
-def test_a_gateway_that_is_away_is_named_once_the_wait_ends(
-    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StandInClient, "down", True)
-    with (
-        PolicyPublisher(replace(settings, timeout_s=0.05)) as policy,
-        pytest.raises(UnavailableError, match="the gateway does not answer"),
-    ):
-        policy.publish(weights().items())
 
 
 def test_nobody_is_waited_for_where_that_is_said(
@@ -242,17 +240,6 @@ def test_nobody_is_waited_for_where_that_is_said(
         assert policy.publish(weights().items(), wait=False) == 1
     with PolicyPublisher(replace(settings, replicas=0)) as policy:
         assert policy.publish(weights().items()) == 1
-
-
-def test_a_full_disk_is_one_line_and_the_version_is_tried_again(
-    policy: PolicyPublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(StandInWeightPublisher, "trouble", OSError(28, "No space left on device"))
-    with pytest.raises(RefusedError, match=r"version 1 is not published: .*No space left") as told:
-        policy.publish(weights().items())
-    assert "\n" not in str(told.value)
-    monkeypatch.setattr(StandInWeightPublisher, "trouble", None)
-    assert policy.publish(weights().items()) == 1
 
 
 def test_a_scheduler_that_is_away_leaves_nothing_running_and_may_be_tried_again(
@@ -296,42 +283,30 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, group: StandInGroup) -> None:
     monkeypatch.setattr(dist, "broadcast_object_list", group.broadcast_object_list)
 
 
-def test_other_ranks_publish_nothing_and_learn_the_version(
+def test_other_ranks_publish_nothing_and_learn_the_version_or_the_error(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_rank(monkeypatch, StandInGroup(1, (8, 7), None))
     with PolicyPublisher(settings) as policy:
         assert policy.publish(weights().items()) == 8
         assert policy.oldest_allowed == 7
-    assert StandInWeightPublisher.made == []
-
-
-def test_other_ranks_raise_what_the_first_raised(
-    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
     as_rank(monkeypatch, StandInGroup(1, None, "no space"))
     with PolicyPublisher(settings) as policy, pytest.raises(RefusedError, match="no space"):
         policy.publish(weights().items())
+    assert StandInWeightPublisher.made == []
 
 
-def test_the_first_rank_tells_the_others_before_it_raises(
-    settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group = StandInGroup(0)
-    as_rank(monkeypatch, group)
-    with PolicyPublisher(settings) as policy, pytest.raises(RefusedError):
-        policy.publish([])
-    assert "the trainer does not give" in str(group.said)
-
-
-def test_the_first_rank_alone_may_publish_where_a_trainer_asks_only_it(
+def test_the_first_rank_tells_the_others_unless_a_trainer_asks_only_it(
     settings: TrainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = StandInGroup(0)
     as_rank(monkeypatch, group)
     with PolicyPublisher(settings) as policy:
         assert policy.publish(weights().items(), collective=False) == 1
-    assert group.said == []
+        assert group.said == []
+        with pytest.raises(RefusedError):
+            policy.publish([])
+    assert "the trainer does not give" in str(group.said)
 
 
 def test_a_rank_that_fails_for_whatever_reason_leaves_no_other_waiting(

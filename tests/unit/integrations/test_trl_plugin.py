@@ -174,15 +174,6 @@ def test_a_gateway_that_cannot_now_is_asked_the_same_again(
     assert len(gateway.asked) == 4
 
 
-def test_a_gateway_that_never_can_ends_the_wait_in_one_line(
-    impatient: Any, gateway: AnsweringGateway
-) -> None:
-    gateway.answers = [says(503, GONE)]
-    with pytest.raises(UnavailableError, match=r"no turns for 0\.05 s: no replica") as told:
-        impatient.generate([[1]])
-    assert "\n" not in str(told.value)
-
-
 def test_what_replicas_cannot_do_is_said_and_not_tried_again(
     client: Any, gateway: AnsweringGateway
 ) -> None:
@@ -194,16 +185,21 @@ def test_what_replicas_cannot_do_is_said_and_not_tried_again(
         client.generate([[1]], features=[{}])
 
 
-def test_a_gateway_that_falls_silent_does_not_hang_the_trainer(
-    impatient: Any, gateway: AnsweringGateway
+@pytest.mark.parametrize(
+    ("silent", "words"),
+    [(False, r"no turns for 0\.05 s: no replica"), (True, "it does not answer")],
+)
+def test_a_gateway_that_never_can_or_falls_silent_ends_the_wait_in_one_line(
+    impatient: Any, gateway: AnsweringGateway, silent: bool, words: str
 ) -> None:
-    def silent(http: BaseHTTPRequestHandler) -> None:
+    def fall_silent(http: BaseHTTPRequestHandler) -> None:
         gateway.healthy = False
         gateway.released.wait()
 
-    gateway.answers = [silent]
-    with pytest.raises(UnavailableError, match="it does not answer"):
+    gateway.answers = [fall_silent if silent else says(503, GONE)]
+    with pytest.raises(UnavailableError, match=words) as told:
         impatient.generate([[1]])
+    assert "\n" not in str(told.value)
 
 
 def test_long_turns_are_waited_for_while_their_gateway_lives(
