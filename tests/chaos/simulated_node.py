@@ -126,7 +126,7 @@ class SimulatedEngine(SimulatedProcess):
         self.epoch = 0
         self.admits = False
         self._admitted_job = ""
-        self.job, self.version = "", 0
+        self.job, self.version, self.late = "", 0, ""
         self._turns: dict[int, _Turn] = {}
         self.every(STEP_S, self._step)
 
@@ -253,7 +253,7 @@ class SimulatedUpdates:
         self._wake = asyncio.Event()
         self._wanted = ""
         self._life = 0
-        self.job, self.version = "", 0
+        self.job, self.version, self.late = "", 0, ""
 
     def serve(self, job: str, version: int, *, other_model: bool) -> None:
         """Come to the job's weights."""

@@ -8,12 +8,13 @@ All of these are the product's own, on a simulated loop, store and gRPC. A copy 
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from elastic_scheduler import HarvestMode
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2 as pb
+from rose.scheduler import wire
 from rose.scheduler.core.messages import LogRecord, Offered, Reserve, StoredEvent
 from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import EPOCHS, STOP, load
@@ -60,13 +61,13 @@ class BrokenService(SchedulerService):
             self._step(event)
         return super()._begin(event)
 
-    async def _stored(
-        self, event_of: Callable[[Any], StoredEvent], request: Any, context: Any
-    ) -> int:
+    async def _answer(self, request: Any, context: Any) -> int:
         if "answers before it is durable" in self.bugs:
-            self._begin(event_of(request))
-            return 0
-        return await super()._stored(event_of, request, context)
+            event = wire.asked(request)
+            if isinstance(event, StoredEvent):
+                self._begin(event)
+                return 0
+        return await super()._answer(request, context)
 
     async def _reserve(self, action: Reserve) -> None:
         if "grants before the epoch is durable" in self.bugs:
