@@ -122,7 +122,7 @@ def test_an_open_client_works_in_another_process(gateway: StandInGateway, method
 def test_a_ray_actor_holds_a_client(gateway: StandInGateway) -> None:
     ray = pytest.importorskip("ray", reason="Ray is not installed")
 
-    class Worker:
+    class RayWorker:
         def __init__(self, client: BlockingRolloutClient) -> None:
             self.client = client
 
@@ -134,7 +134,7 @@ def test_a_ray_actor_holds_a_client(gateway: StandInGateway) -> None:
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        worker = ray.remote(Worker).remote(BlockingRolloutClient(gateway.url))
+        worker = ray.remote(RayWorker).remote(BlockingRolloutClient(gateway.url))
         assert ray.get(worker.turn.remote()) == COUNT
         gateway.refuse_with = (400, {})
         with pytest.raises(RequestRefused, match="says 400"):

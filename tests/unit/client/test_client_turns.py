@@ -85,9 +85,13 @@ async def test_what_no_retry_changes_is_raised_at_once(
 
 
 async def test_tries_are_bounded_and_the_last_trouble_is_told() -> None:
-    async with RolloutClient("http://127.0.0.1:9", retry=FAST) as client:
+    async with (
+        RolloutClient("http://127.0.0.1:9", retry=FAST) as client,
+        client.session() as session,
+    ):
         with pytest.raises(GatewayUnavailable, match=r"in 4 tries; http://127\.0\.0\.1:9: "):
             await client.generate(PROMPT, FIVE)
+        assert session.id, "it ends without a word where no gateway listens"
 
 
 async def test_a_turn_has_one_time_limit_for_all_its_tries() -> None:
@@ -127,23 +131,17 @@ async def test_cancel_ends_one_turn_at_the_gateway_and_leaves_its_waiter_alive()
         assert (progress.cancelled, progress.failed, progress.running) == (1, 0, ())
 
 
-async def test_a_cancelled_waiter_stays_cancelled() -> None:
-    async with StandInGateway(delay_s=5) as gateway, RolloutClient(gateway.url) as client:
-        waiter = asyncio.create_task(client.generate(PROMPT, FIVE))
-        await until(lambda: len(gateway.asked) == 1)
-        waiter.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiter
-        await until(lambda: gateway.left == 1)
-
-
-async def test_leaving_the_client_ends_its_turns() -> None:
+async def test_a_cancelled_waiter_stays_cancelled_and_leaving_the_client_ends_its_turns() -> None:
     async with StandInGateway(delay_s=5) as gateway:
         async with RolloutClient(gateway.url) as client:
-            waiter = asyncio.create_task(client.generate(PROMPT, FIVE))
-            await until(lambda: len(gateway.asked) == 1)
+            cancelled, left = (asyncio.create_task(client.generate(PROMPT, FIVE)) for _ in "ab")
+            await until(lambda: len(gateway.asked) == 2)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
+            await until(lambda: gateway.left == 1)
         with pytest.raises(TurnCancelled):
-            await waiter
+            await left
         with pytest.raises(ClientClosed, match="async with"):
             await client.generate(PROMPT, FIVE)
 
@@ -161,11 +159,6 @@ async def test_a_session_names_its_turns_and_says_when_it_is_over() -> None:
     assert gateway.sessions == ["traj-7", "traj-7"]
     assert [asked["request_id"] for asked in gateway.asked] == ["traj-7/1", "own"]
     assert gateway.ended_sessions == ["traj-7"]
-
-
-async def test_a_session_ends_without_a_word_where_no_gateway_listens() -> None:
-    async with RolloutClient("http://127.0.0.1:9") as client, client.session() as session:
-        assert session.id
 
 
 @pytest.mark.parametrize(

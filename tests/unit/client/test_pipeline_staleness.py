@@ -39,7 +39,7 @@ PLANS = st.builds(
 
 
 @dataclass(frozen=True)
-class World:
+class RunCourse:
     """Course of a run.
 
     skips: versions published beyond the one of each step. hasty: how often one is published while
@@ -59,8 +59,8 @@ class World:
     streams: bool
 
 
-WORLDS = st.builds(
-    World,
+COURSES = st.builds(
+    RunCourse,
     seed=st.integers(0, 2**32),
     prompts=st.integers(0, 30),
     fails=st.sampled_from([0.0, 0.05, 0.5]),
@@ -85,11 +85,11 @@ class Played:
 
 
 @dataclass
-class Trainer:
+class PipelineTrainer:
     """Takes, trains, publishes; keeps books of its own."""
 
     plan: StepPlan
-    world: World
+    course: RunCourse
     out: Counter[int] = field(default_factory=Counter)
     playing: int = 0
     most_playing: int = 0
@@ -98,10 +98,10 @@ class Trainer:
     errors: int = 0
 
     def __post_init__(self) -> None:
-        self.dice = random.Random(self.world.seed)
-        world = self.world
+        self.dice = random.Random(self.course.seed)
+        course = self.course
         self.fleet = StandInFleet(
-            self.dice, lag_s=world.lag_s, fails=world.fails, late=world.late, lies=world.lies
+            self.dice, lag_s=course.lag_s, fails=course.fails, late=course.late, lies=course.lies
         )
 
     async def episode(self, session: Session, prompt: int, sample: int) -> Played:
@@ -111,9 +111,9 @@ class Trainer:
         try:
             for _ in range(self.dice.randrange(4)):
                 await asyncio.sleep(self.dice.random())
-                if self.dice.random() < self.world.raises:
+                if self.dice.random() < self.course.raises:
                     raise RuntimeError("the environment broke")
-                if self.world.streams:
+                if self.course.streams:
                     async with session.stream([1], Sampling()) as stream:
                         stamps += [chunk.version async for chunk in stream]
                 else:
@@ -124,14 +124,14 @@ class Trainer:
             self.playing -= 1
 
     async def prompts(self) -> AsyncIterator[int]:
-        for prompt in range(self.world.prompts):
-            if self.world.slow_prompts:
+        for prompt in range(self.course.prompts):
+            if self.course.slow_prompts:
                 await asyncio.sleep(self.dice.random() * 2)
             self.drawn += 1
             yield prompt
 
     def source(self) -> AsyncIterator[int] | Iterable[int]:
-        return self.prompts() if self.world.slow_prompts else range(self.world.prompts)
+        return self.prompts() if self.course.slow_prompts else range(self.course.prompts)
 
     def look_at(self, step: TrainingStep[int, Played]) -> None:
         oldest = self.fleet.version - self.plan.bound.max_versions
@@ -147,7 +147,7 @@ class Trainer:
 
     async def hasten(self, pipeline: RolloutPipeline[int, Played]) -> None:
         """Versions that come out at any time, as of a trainer that takes in another task."""
-        for _ in range(self.world.hasty):
+        for _ in range(self.course.hasty):
             await asyncio.sleep(self.dice.random() * 4)
             self.publish(pipeline, 1)
 
@@ -169,38 +169,37 @@ class Trainer:
                     break
                 self.look_at(step)
                 # Hasty versions must not come out while this step is trained on.
-                if not self.world.hasty:
+                if not self.course.hasty:
                     await asyncio.sleep(self.dice.random() * 3)
-                    self.look_again(step)
-                self.publish(pipeline, 1 + (self.dice.random() < self.world.skips))
+                    assert step.version == self.fleet.version, "nothing was published meanwhile"
+                self.publish(pipeline, 1 + (self.dice.random() < self.course.skips))
             hurry.cancel()
             progress = pipeline.progress()
         await asyncio.gather(hurry, return_exceptions=True)
         return progress
 
-    def look_again(self, step: TrainingStep[int, Played]) -> None:
-        assert step.version == self.fleet.version, "nothing was published while it was trained on"
-
 
 @settings(max_examples=times(2.5))
-@given(PLANS, WORLDS)
+@given(PLANS, COURSES)
 def test_no_token_beyond_the_bound_no_prompt_lost_or_doubled_and_no_deadlock(
-    plan: StepPlan, world: World
+    plan: StepPlan, course: RunCourse
 ) -> None:
-    trainer = Trainer(plan, world)
+    trainer = PipelineTrainer(plan, course)
     progress = run_virtually(trainer.run())
-    assert trainer.out == Counter(range(world.prompts))
-    assert progress.trained + progress.dropped == world.prompts
+    assert trainer.out == Counter(range(course.prompts))
+    assert progress.trained + progress.dropped == course.prompts
     assert trainer.most_playing <= plan.concurrency
     # Everything was cancelled at its gateway or came to its end, every session was finished.
     assert (trainer.playing, trainer.fleet.live, trainer.fleet.open_sessions) == (0, 0, set())
-    if not (world.fails or world.raises or world.lies or trainer.fleet.refused):
+    if not (course.fails or course.raises or course.lies or trainer.fleet.refused):
         assert progress.dropped == progress.retried == trainer.errors == 0
 
 
-@given(PLANS, WORLDS, st.floats(0.0, 30.0))
-def test_leaving_at_any_time_ends_everything(plan: StepPlan, world: World, after_s: float) -> None:
-    trainer = Trainer(plan, world)
+@given(PLANS, COURSES, st.floats(0.0, 30.0))
+def test_leaving_at_any_time_ends_everything(
+    plan: StepPlan, course: RunCourse, after_s: float
+) -> None:
+    trainer = PipelineTrainer(plan, course)
 
     async def left() -> Any:
         try:
@@ -246,8 +245,8 @@ def test_a_prompt_ages_out_no_more_often_than_the_plan_says(
 ) -> None:
     """One version a step, replicas that honour what turns ask for: then steps wait instead."""
     plan = StepPlan(groups, 2, StalenessBound(max_versions), 64, restarts=restarts)
-    world = World(seed, 25, 0.0, late, lag_s, 0, 0.0, 0.0, 0, False, False)
-    trainer = Trainer(plan, world)
+    course = RunCourse(seed, 25, 0.0, late, lag_s, 0, 0.0, 0.0, 0, False, False)
+    trainer = PipelineTrainer(plan, course)
     most = 0
     plain = trainer.look_at
 

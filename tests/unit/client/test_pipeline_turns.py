@@ -1,6 +1,9 @@
 """Requests of a pipeline's turns, and the answers that it refuses."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,16 +33,25 @@ async def _streamed(session: Session, prompt: int, sample: int) -> None:
             pass
 
 
+@asynccontextmanager
+async def one_turn(
+    version: int, episode: Any, prompts: list[int]
+) -> AsyncIterator[tuple[StandInGateway, RolloutPipeline[int, Any]]]:
+    """Have a pipeline of one-turn steps that begins at version 4, at a gateway with `version`."""
+    async with (
+        StandInGateway(version=version) as gateway,
+        RolloutClient(gateway.url) as client,
+        RolloutPipeline(client, episode, prompts, ONE, version=4) as pipeline,
+    ):
+        yield gateway, pipeline
+
+
 @pytest.mark.parametrize("episode", [_whole, _streamed])
 @pytest.mark.parametrize("version", [3, -1])
 async def test_an_answer_older_than_asked_for_is_an_error_not_a_sample(
     episode: Any, version: int
 ) -> None:
-    async with (
-        StandInGateway(version=version) as gateway,
-        RolloutClient(gateway.url) as client,
-        RolloutPipeline(client, episode, [7], ONE, version=4) as pipeline,
-    ):
+    async with one_turn(version, episode, [7]) as (gateway, pipeline):
         with pytest.raises(GroupsDropped, match="4 or newer was asked for"):
             await pipeline.take()
         step = await pipeline.take()
@@ -52,11 +64,7 @@ async def test_an_answer_older_than_asked_for_is_an_error_not_a_sample(
 
 @pytest.mark.parametrize("episode", [_whole, _streamed])
 async def test_kv_that_is_older_than_asked_for_makes_its_tokens_too_old(episode: Any) -> None:
-    async with (
-        StandInGateway(version=4) as gateway,
-        RolloutClient(gateway.url) as client,
-        RolloutPipeline(client, episode, [7, 8], ONE, version=4) as pipeline,
-    ):
+    async with one_turn(4, episode, [7, 8]) as (gateway, pipeline):
         gateway.kv_version = 3
         with pytest.raises(GroupsDropped, match="tokens of version 3 came though 4 or newer"):
             await pipeline.take()
@@ -78,14 +86,7 @@ async def test_kv_that_is_older_than_asked_for_makes_its_tokens_too_old(episode:
 async def test_a_turn_may_ask_for_more_than_the_bound_but_not_for_less(
     options: dict[str, Any], asked: tuple[Any, Any]
 ) -> None:
-    async def episode(session: Session, prompt: int, sample: int) -> None:
-        await _whole(session, prompt, sample, **options)
-
-    async with (
-        StandInGateway(version=5) as gateway,
-        RolloutClient(gateway.url) as client,
-        RolloutPipeline(client, episode, [7], ONE, version=4) as pipeline,
-    ):
+    async with one_turn(5, partial(_whole, **options), [7]) as (gateway, pipeline):
         step = await pipeline.take()
         assert step is not None
         assert step.groups[0].oldest_version == 5
@@ -94,14 +95,7 @@ async def test_a_turn_may_ask_for_more_than_the_bound_but_not_for_less(
 
 
 async def test_a_version_that_is_too_old_to_train_on_is_not_even_asked_for() -> None:
-    async def episode(session: Session, prompt: int, sample: int) -> None:
-        await _whole(session, prompt, sample, exact_version=3)
-
-    async with (
-        StandInGateway(version=3) as gateway,
-        RolloutClient(gateway.url) as client,
-        RolloutPipeline(client, episode, [7], ONE, version=4) as pipeline,
-    ):
+    async with one_turn(3, partial(_whole, exact_version=3), [7]) as (gateway, pipeline):
         with pytest.raises(GroupsDropped, match="VersionNotServed: exact_version 3"):
             await pipeline.take()
     assert gateway.asked == []
