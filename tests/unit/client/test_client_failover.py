@@ -328,14 +328,15 @@ def test_sessions_keep_their_gateway_spread_out_and_move_only_off_a_dead_one() -
 
 
 def test_probes_that_cannot_even_be_sent_end_the_waiting() -> None:
-    async def case() -> None:
-        url = "http://127.0.0.1:1"
-        http: Any = SimpleNamespace(get=Mock(side_effect=UnicodeError("label too long")))
-        monitor = GatewayMonitor(ClientSettings((url,)), http)
-        with pytest.raises(TimeoutError):
+    url = "http://127.0.0.1:1"
+    http: Any = SimpleNamespace(get=Mock(side_effect=UnicodeError("label too long")))
+
+    async def wait(monitor: GatewayMonitor) -> None:
+        try:
             async with monitor.watching(url):
                 await asyncio.sleep(3_600)
-                raise AssertionError("nobody ended the waiting")
-        await monitor.close()
+        finally:
+            await monitor.close()
 
-    run_virtually(case())
+    with pytest.raises(TimeoutError):
+        run_virtually(wait(GatewayMonitor(ClientSettings((url,)), http)))

@@ -1,9 +1,11 @@
 """A reader that joins at any version, with any bases, ends bit-exact; what readers need stays."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -74,6 +76,11 @@ class RetainedTrainer:
             self.store, self.publisher, self.leases, self.troubles.append
         )
 
+    def publish_chain(self, newest: int) -> None:
+        """Publish versions 1 to `newest`, of which nothing is ever deleted."""
+        for version in range(1, newest + 1):
+            self.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
+
     def publish(self, version: int) -> None:
         self.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
         self.retention.published(Latest(version, version - 1, tensors(version)))
@@ -115,8 +122,7 @@ def equal(receiver: Receiver, version: int) -> bool:
 async def test_a_join_at_any_version_is_bit_exact(
     base: int | None, trainer: RetainedTrainer, tmp_path: Path
 ) -> None:
-    for version in range(1, VERSIONS + 1):
-        trainer.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
+    trainer.publish_chain(VERSIONS)
     if base is not None:
         trainer.publisher.publish_base(base, tensors(base))
     for held in range(VERSIONS):
@@ -129,8 +135,7 @@ async def test_a_join_at_any_version_is_bit_exact(
 async def test_wrong_weights_are_healed_by_a_newer_base_only(
     trainer: RetainedTrainer, tmp_path: Path
 ) -> None:
-    for version in range(1, 5):
-        trainer.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
+    trainer.publish_chain(4)
     other = {"w": TensorBits("w", "bfloat16", (64, 64), np.zeros(4_096, "<u2"))}
     receiver = Receiver(other, 2)
     with pytest.raises(CatalogError):
@@ -215,31 +220,24 @@ async def test_what_was_just_announced_waits_for_readers_to_lease_it(
     assert trainer.store.versions() == (1, 2, 3)
 
 
-class MoodySession:
-    """Asks as any session does, but raises at the second try; `went_on` is set at the third."""
-
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
-        self._tries = 0
-        self.went_on = asyncio.Event()
-
-    def post(self, url: str, **options: Any) -> Any:
-        self._tries += 1
-        if self._tries == 2:
-            raise RuntimeError("unheard of")
-        if self._tries > 2:
-            self.went_on.set()
-        return self._session.post(url, **options)
-
-
 async def test_a_lease_is_renewed_after_whatever_one_try_raised(
     trainer: RetainedTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(publisher_client, "LEASE_TTL_S", 0.03)
+    went_on, tries = asyncio.Event(), itertools.count(1)
     async with aiohttp.ClientSession() as session, asyncio.timeout(PATIENCE_S):
-        moody: Any = MoodySession(session)
+
+        def post(url: str, **options: Any) -> Any:
+            number = next(tries)
+            if number == 2:
+                raise RuntimeError("unheard of")
+            if number > 2:
+                went_on.set()
+            return session.post(url, **options)
+
+        moody: Any = SimpleNamespace(post=post)
         async with PublisherClient(moody, "node").lease(trainer.server.url, "r0", 1):
-            await moody.went_on.wait()
+            await went_on.wait()
     assert "unheard of" in caplog.text
 
 
@@ -303,18 +301,11 @@ def test_a_catalog_survives_the_wire_and_anything_else_is_refused() -> None:
     assert decode_catalog(raw, "job", KEY.verify_key, 60.0) == catalog
     assert decode_catalog(encode_catalog(catalog, "job", None, 50.0), "job", None, 60.0) == catalog
     good = b'{"job":"job","expires_s":99.0,"bases":%s,"deltas":%s}'
-    refused = (
-        b"",
-        b"[]",
-        b"[" * 100_000,
-        good % (b"{}", b"[]"),
-        good % (b'[["x",1]]', b"[]"),
-        good % (b"[]", b"[[1,2,3]]"),
-        good % (b"[]", b"[[2,1,-3]]"),
-        good % (b"[]", b"[[2,1,3],[2,1,3]]"),
-        good % (b"[]", b"[" + b",".join([b"[2,1,3]"] * (publisher_client.MOST_DELTAS + 1)) + b"]"),
-        (good % (b"[]", b"[]")).replace(b"99.0", b"1e400"),
-    )
+    many = b",".join([b"[2,1,3]"] * (publisher_client.MOST_DELTAS + 1))
+    lists = ((b"{}", b"[]"), (b'[["x",1]]', b"[]"))
+    lists += tuple((b"[]", b"[%s]" % deltas) for deltas in (b"[1,2,3]", b"[2,1,-3]", many))
+    refused = [good % each for each in (*lists, (b"[]", b"[[2,1,3],[2,1,3]]"))]
+    refused += [b"", b"[]", b"[" * 100_000, (good % (b"[]", b"[]")).replace(b"99.0", b"1e400")]
     for payload in refused:
         envelope = Envelope(Kind.CATALOG, payload)
         with pytest.raises(IndexFormatError):

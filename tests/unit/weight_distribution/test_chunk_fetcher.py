@@ -165,7 +165,7 @@ async def test_callers_without_the_token_get_nothing(cluster: SlowCluster) -> No
 
 
 @pytest.mark.parametrize("role", ["publisher", "relay", "receiver"])
-@pytest.mark.parametrize("boundary", range(CHUNKS + 1))
+@pytest.mark.parametrize("boundary", [0, 2, CHUNKS])
 async def test_whoever_dies_at_a_boundary_all_end_bit_exact(
     role: str,
     boundary: int,
@@ -211,7 +211,7 @@ async def test_whoever_dies_at_a_boundary_all_end_bit_exact(
     await cluster.close()
 
 
-@pytest.mark.parametrize("boundary", range(CHUNKS + 1))
+@pytest.mark.parametrize("boundary", [0, 2, CHUNKS])
 def test_a_publisher_that_dies_while_it_writes_publishes_the_same_version_again(
     boundary: int, tmp_path: Path
 ) -> None:

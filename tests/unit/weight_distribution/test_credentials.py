@@ -3,11 +3,13 @@
 import asyncio
 import ipaddress
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -175,38 +177,33 @@ async def test_a_role_that_has_no_use_for_weights_reads_none(
     assert (f"{role} it has no use for weights" in said) is (role not in WEIGHT_READERS)
 
 
+@dataclass
 class Listener:
-    """Somebody else's server: remembers what callers showed, sends them on where it was told."""
+    """Somebody else's server: remembers what callers showed, sends them on to `sends_to`."""
 
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self.shown: list[str | None] = []
-        self.sends_to = ""
-        self._port = port
-        self._runner: web.AppRunner | None = None
+    url: str
+    shown: list[str | None] = field(default_factory=list)
+    sends_to: str = ""
 
-    async def __aenter__(self) -> "Listener":
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._answer)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self._port).start()
-        return self
 
-    async def __aexit__(self, *_: object) -> None:
-        assert self._runner
-        await self._runner.cleanup()
-
-    async def _answer(self, request: web.Request) -> web.Response:
-        self.shown.append(request.headers.get("Authorization"))
-        if self.sends_to:
-            raise web.HTTPFound(self.sends_to)
+@asynccontextmanager
+async def listening() -> AsyncIterator[Listener]:
+    async def answer(request: web.Request) -> web.Response:
+        listener.shown.append(request.headers.get("Authorization"))
+        if listener.sends_to:
+            raise web.HTTPFound(listener.sends_to)
         return web.Response(status=404)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        listener = Listener(str(server.make_url("")).rstrip("/"))
+        yield listener
 
 
 @pytest.fixture
 async def listeners() -> AsyncIterator[tuple[Listener, Listener]]:
-    async with Listener(free_port()) as one, Listener(free_port()) as other:
+    async with listening() as one, listening() as other:
         yield one, other
 
 
@@ -226,24 +223,15 @@ async def ask_everything(folder: Path, credentials: Credentials, url: str, relay
             await asyncio.gather(*calls, return_exceptions=True)
 
 
-async def test_an_announced_address_is_shown_no_token(
-    tmp_path: Path, listeners: tuple[Listener, Listener]
+@pytest.mark.parametrize("named", [False, True])
+async def test_origins_of_the_configuration_are_shown_the_token_and_announced_ones_are_not(
+    tmp_path: Path, listeners: tuple[Listener, Listener], named: bool
 ) -> None:
     publisher, relay = listeners
-    elsewhere = Credentials(TOKEN, origins=frozenset({"http://127.0.0.1:9"}))
-    await ask_everything(tmp_path, elsewhere, publisher.url, relay.url)
-    assert publisher.shown
-    assert relay.shown
-    assert set(publisher.shown + relay.shown) == {None}
-
-
-async def test_origins_of_the_configuration_are_shown_it(
-    tmp_path: Path, listeners: tuple[Listener, Listener]
-) -> None:
-    publisher, relay = listeners
-    named = Credentials(TOKEN).naming([publisher.url + "/some/path", "http://other"])
-    await ask_everything(tmp_path, named, publisher.url, relay.url)
-    assert set(publisher.shown) == {f"Bearer {TOKEN}"}
+    origin = publisher.url + "/some/path" if named else "http://127.0.0.1:9"
+    credentials = Credentials(TOKEN).naming([origin, "http://other"])
+    await ask_everything(tmp_path, credentials, publisher.url, relay.url)
+    assert set(publisher.shown) == {f"Bearer {TOKEN}" if named else None}
     assert set(relay.shown) == {None}
 
 
@@ -270,6 +258,9 @@ async def test_with_certificates_it_goes_to_members_and_never_in_the_clear(
     assert in_the_clear.shown == [], "nobody is even asked"
     async with serving(store, credentials=own) as server:
         assert await fetch(tmp_path / "b", server.url, node)
+    with pytest.raises(OriginRefused, match="only https is spoken"):
+        node.bears(URL("http://127.0.0.1:1/x"))
+    assert not authority.issue("bare").bears(URL("https://127.0.0.1:1/x")), "it has no token"
 
 
 @pytest.mark.parametrize(
@@ -304,10 +295,3 @@ def test_what_is_no_origin_is_one_line_at_the_start(tmp_path: Path) -> None:
             1,
             credentials=Credentials(TOKEN),
         )
-
-
-def test_with_certificates_nothing_but_https_is_spoken(authority: Authority) -> None:
-    node = authority.issue("node")
-    with pytest.raises(OriginRefused, match="only https is spoken"):
-        node.bears(URL("http://127.0.0.1:1/x"))
-    assert not node.bears(URL("https://127.0.0.1:1/x")), "there is no token to show"

@@ -96,18 +96,12 @@ def test_every_member_has_the_chunk(root: int, body: bytes) -> None:
     assert handed(stand_in_group(3), chunk_id(body), body, root) == [body] * 3
 
 
-def test_a_bit_that_flips_on_the_way_is_found() -> None:
+def test_what_does_not_arrive_whole_is_nobodys_chunk() -> None:
     body = bytes(1_000)
     first, other = handed(stand_in_group(2, flip=True), chunk_id(body), body, 0)
     assert first == body
-    assert isinstance(other, ChunkDigestError)
-
-
-def test_a_chunk_that_its_root_could_not_get_is_nobodys() -> None:
-    assert handed(stand_in_group(2), "00" * 32, None, 0) == [None, None]
-
-
-def test_a_wrong_call_is_said_before_anybody_waits() -> None:
+    assert isinstance(other, ChunkDigestError), "a bit flipped on the way"
+    assert handed(stand_in_group(2), "00" * 32, None, 0) == [None, None], "its root has none"
     with pytest.raises(FanoutError, match="only the root of a fan-out"):
         hand(stand_in_group(2)[1], "00" * 32, b"x", 0)
 
@@ -203,7 +197,7 @@ async def test_who_does_not_come_keeps_nobody_and_the_next_version_goes_together
         assert sum(await here.fetch(2)) == manifest.wire_bytes
 
 
-@pytest.mark.parametrize("dies_after", [0, 1, 2, 5])
+@pytest.mark.parametrize("dies_after", [0, 5])
 async def test_a_member_that_dies_on_the_way_costs_the_group_and_no_version(
     tmp_path: Path, dies_after: int
 ) -> None:

@@ -25,6 +25,7 @@ from weight_transfer.publish.level import (
 )
 
 MIB = 1 << 20
+ModelStep = tuple[dict[str, TensorBits], dict[str, TensorBits]]
 
 
 def burst(meter: LinkMeter, peer: str, began_s: float, rate: float, chunks: int = 16) -> float:
@@ -80,7 +81,7 @@ def test_an_answer_that_broke_off_and_a_flood_of_peers_leave_the_rest_as_it_is()
 
 
 @pytest.fixture(scope="module")
-def step() -> tuple[dict[str, TensorBits], dict[str, TensorBits]]:
+def step() -> ModelStep:
     """Return a step in which the largest tensor does not change, so the sample is another one."""
     made = adam_step(256, 1024, rate_for(0.02), seed=1)
     still = TensorBits("still", "bfloat16", (512, 1024), np.zeros(512 * 1024, "<u2"))
@@ -104,7 +105,7 @@ def ticking() -> Iterator[float]:
     ],
 )
 def test_a_slow_link_gets_few_bytes_a_fast_one_little_work_and_an_unknown_one_too(
-    step: tuple[dict[str, TensorBits], dict[str, TensorBits]],
+    step: ModelStep,
     choice: str,
     link_bytes_s: float | None,
     level: Level,
@@ -113,22 +114,17 @@ def test_a_slow_link_gets_few_bytes_a_fast_one_little_work_and_an_unknown_one_to
     assert level_for(choice, link_bytes_s, *step, lambda: next(seconds)) is level  # type: ignore[arg-type]
 
 
-def test_where_nothing_changes_nothing_is_tried(
-    step: tuple[dict[str, TensorBits], dict[str, TensorBits]],
+def test_where_nothing_changes_nothing_is_tried_and_a_level_that_is_none_is_refused(
+    step: ModelStep,
 ) -> None:
     assert level_for("auto", 1e6, step[0], step[0]) is Level.FAST
-
-
-def test_a_level_that_is_none_is_refused(
-    step: tuple[dict[str, TensorBits], dict[str, TensorBits]],
-) -> None:
     with pytest.raises(ValueError, match="smallest"):
         level_for("smallest", None, *step)  # type: ignore[arg-type]
 
 
 async def test_a_publisher_encodes_for_the_link_that_its_server_saw(
     tmp_path: Path,
-    step: tuple[dict[str, TensorBits], dict[str, TensorBits]],
+    step: ModelStep,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     publisher = WeightPublisher("job", "127.0.0.1:1", tmp_path, free_port(), SigningKey.generate())

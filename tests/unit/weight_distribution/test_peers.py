@@ -1,7 +1,6 @@
 """A version arrives whole or not at all; whatever a peer sends ends one fetch or one request."""
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -148,15 +147,15 @@ async def test_an_address_that_nobody_can_reach_fails_one_fetch(url: str, tmp_pa
             pass
 
 
-@contextlib.asynccontextmanager
+@pytest.fixture
 async def following_many(
-    publishing: Publishing, folder: Path, monkeypatch: pytest.MonkeyPatch
+    publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ChunkFetcher]:
-    """Have a fetcher that follows a job of eight versions and keeps the manifests of three."""
+    """A fetcher that follows a job of eight versions and keeps the manifests of three."""
     monkeypatch.setattr(fetcher_module, "KNOWN_VERSIONS", 3)
     for version in range(2, 9):
         publishing.publisher.publish(version, version - 1, tensors(version - 1), tensors(version))
-    async with reading(folder) as fetcher:
+    async with reading(tmp_path / "node") as fetcher:
         fetcher.follow("job", publishing.server.url, KEY.verify_key)
         yield fetcher
 
@@ -167,41 +166,40 @@ async def ask_for_others(fetcher: ChunkFetcher) -> None:
 
 
 async def test_chunks_of_a_version_come_however_many_others_are_asked_for(
-    publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publishing: Publishing, following_many: ChunkFetcher
 ) -> None:
     """A base over a slow link, while neighbours ask a relay for more versions than it keeps."""
-    async with following_many(publishing, tmp_path / "node", monkeypatch) as fetcher:
-        url, store = publishing.server.url, fetcher.receiving.store
-        with fetcher.keeping("job", 1, base=True):
-            manifest, _ = await fetcher.manifest("job", 1, url, KEY.verify_key, base=True)
-            first, *rest = manifest.chunks
-            await fetcher.obtain(first)
-            await ask_for_others(fetcher)
-            for ref in rest:
-                await fetcher.obtain(ref)
-        assert await fetcher.known_manifest("manifests/8")
-        for ref in manifest.chunks:
-            (store.chunks_dir / ref.id).unlink()
+    fetcher, store = following_many, following_many.receiving.store
+    with fetcher.keeping("job", 1, base=True):
+        url = publishing.server.url
+        manifest, _ = await fetcher.manifest("job", 1, url, KEY.verify_key, base=True)
+        first, *rest = manifest.chunks
+        await fetcher.obtain(first)
         await ask_for_others(fetcher)
-        with pytest.raises(FetchError, match="no manifest that is known here"):
-            await fetcher.obtain(first)
+        for ref in rest:
+            await fetcher.obtain(ref)
+    assert await fetcher.known_manifest("manifests/8")
+    for ref in manifest.chunks:
+        (store.chunks_dir / ref.id).unlink()
+    await ask_for_others(fetcher)
+    with pytest.raises(FetchError, match="no manifest that is known here"):
+        await fetcher.obtain(first)
 
 
 async def test_a_version_that_is_fetched_stays_known_until_it_is_here(
-    publishing: Publishing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    publishing: Publishing, following_many: ChunkFetcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with following_many(publishing, tmp_path / "node", monkeypatch) as fetcher:
-        obtain, asked = fetcher.obtain, list[ChunkRef]()
+    obtain, asked = following_many.obtain, list[ChunkRef]()
 
-        async def crowded(ref: ChunkRef, on_reject: Callable[[str], None]) -> int:
-            asked.append(ref)
-            if len(asked) == 1:
-                await ask_for_others(fetcher)
-            return await obtain(ref, on_reject)
+    async def crowded(ref: ChunkRef, on_reject: Callable[[str], None]) -> int:
+        asked.append(ref)
+        if len(asked) == 1:
+            await ask_for_others(following_many)
+        return await obtain(ref, on_reject)
 
-        monkeypatch.setattr(fetcher, "obtain", crowded)
-        found = await fetched(fetcher, publishing.server.url, base=True)
-        assert all(fetcher.receiving.store.has(ref.id) for ref in found.manifest.chunks)
+    monkeypatch.setattr(following_many, "obtain", crowded)
+    found = await fetched(following_many, publishing.server.url, base=True)
+    assert all(following_many.receiving.store.has(ref.id) for ref in found.manifest.chunks)
 
 
 async def test_a_neighbour_that_sends_another_manifest_is_passed_over(

@@ -59,6 +59,14 @@ async def publish(trainer: WeightPublisher, version: int) -> None:
     await trainer.publish(version, version - 1, tensors(version - 1), tensors(version))
 
 
+async def trained(cluster: RunCluster, newest: int) -> None:
+    """Have a trainer that publishes version 1 anew, others up to `newest`, and ends."""
+    async with cluster.trainer() as trainer:
+        await trainer.publish_anew(1, tensors(1))
+        for version in range(2, newest + 1):
+            await publish(trainer, version)
+
+
 @contextmanager
 def cut_off(trainer: WeightPublisher) -> Iterator[None]:
     """Keep a trainer from its scheduler."""
@@ -117,9 +125,7 @@ async def test_a_publisher_signs_its_newest_version_anew_before_that_expires(
 async def test_a_second_training_run_on_the_same_root_goes_on_from_the_first_ones_weights(
     cluster: RunCluster,
 ) -> None:
-    async with cluster.trainer() as first:
-        await first.publish_anew(1, tensors(1))
-        await publish(first, 2)
+    await trained(cluster, 2)
     async with cluster.trainer() as second:
         assert (second.begun.latest, second.begun.resumed) == (2, 2)
         weights = await second.restore()
@@ -248,16 +254,17 @@ async def test_until_there_is_a_base_the_checkpoint_is_what_a_run_is_restored_fr
             await other.restore()
 
 
-async def test_a_root_of_another_job_or_of_another_key_is_not_gone_on_from(
+async def test_a_root_of_another_job_or_key_or_with_damage_is_not_gone_on_from(
     cluster: RunCluster,
 ) -> None:
-    async with cluster.trainer() as first:
-        await first.publish_anew(1, tensors(1))
+    await trained(cluster, 1)
     with pytest.raises(RefusedError, match="holds versions of job grpo; give job ppo"):
         await cluster.trainer(job="ppo").start()
-    async with cluster.trainer(key=SigningKey.generate()) as second:
-        assert (second.begun.latest, second.begun.resumed) == (1, None)
-        assert "version 1 cannot be gone on from" in second.begun.why_anew
+    for key in (SigningKey.generate(), cluster.key):
+        async with cluster.trainer(key=key) as second:
+            assert (second.begun.latest, second.begun.resumed) == (1, None)
+            assert "version 1 cannot be gone on from" in second.begun.why_anew
+        ChunkStore(cluster.folder / "root").manifest_path(1, base=True).write_bytes(b"rot")
 
 
 async def test_weights_of_version_0_that_were_published_are_no_version_to_resume(
@@ -285,10 +292,8 @@ async def test_a_scheduler_that_knows_nothing_any_more_is_told_the_newest_versio
     tmp_path: Path,
 ) -> None:
     cluster = RunCluster(tmp_path, InMemoryStore(), 0, SigningKey.generate())
-    async with cluster.scheduler(), cluster.trainer() as first:
-        await first.publish_anew(1, tensors(1))
-        for version in (2, 3):
-            await publish(first, version)
+    async with cluster.scheduler():
+        await trained(cluster, 3)
     cluster.store = InMemoryStore()
     async with cluster.scheduler(), cluster.trainer() as second:
         assert second.begun.resumed == 3
@@ -315,28 +320,18 @@ async def test_two_trainers_of_one_job_the_second_is_refused_or_fences_the_first
             await cluster.trainer("b").start()
         async with cluster.trainer("b", take_over=True) as second:
             assert (second.begun.latest, second.begun.resumed) == (1, None)
-            with pytest.raises(RunFencedError, match="has lost job grpo to"):
-                await publish(first, 2)
-            with pytest.raises(RunFencedError, match="has lost job grpo to"):
-                await first.publish_anew(2, tensors(2))
+            for fenced in (publish(first, 2), first.publish_anew(2, tensors(2)), first.end_job()):
+                with pytest.raises(RunFencedError, match="has lost job grpo to"):
+                    await fenced
             await second.publish_anew(2, tensors(5))
-    assert cluster.numbers == [(2, 2)]
-
-
-@pytest.mark.usefixtures("hasty")
-async def test_a_fenced_trainer_cannot_end_the_others_job(cluster: RunCluster) -> None:
-    async with cluster.trainer("a") as first, cluster.trainer("b", take_over=True) as second:
-        with pytest.raises(RunFencedError):
-            await first.end_job()
-        await second.publish_anew(1, tensors(1))
-        await second.end_job()
+            assert cluster.numbers == [(2, 2)]
+            await second.end_job()
 
 
 async def test_after_a_job_was_dropped_its_root_is_not_gone_on_from(
     cluster: RunCluster, service: SchedulerService
 ) -> None:
-    async with cluster.trainer() as first:
-        await first.publish_anew(1, tensors(1))
+    await trained(cluster, 1)
     event = JobDropped("grpo")
     for write in service._core.writes(event):
         cluster.store.write(write.key, write.value)
@@ -346,15 +341,6 @@ async def test_after_a_job_was_dropped_its_root_is_not_gone_on_from(
         assert "dropped the job's versions up to 1" in second.begun.why_anew
         await second.publish_anew(2, tensors(2))
     assert cluster.numbers == [(2, 2)]
-
-
-async def test_a_root_whose_newest_manifest_is_damaged_is_begun_anew(cluster: RunCluster) -> None:
-    async with cluster.trainer() as first:
-        await first.publish_anew(1, tensors(1))
-    ChunkStore(cluster.folder / "root").manifest_path(1, base=True).write_bytes(b"rot")
-    async with cluster.trainer() as second:
-        assert (second.begun.latest, second.begun.resumed) == (1, None)
-        assert "version 1 cannot be gone on from" in second.begun.why_anew
 
 
 @pytest.mark.usefixtures("hasty")
@@ -477,10 +463,7 @@ def rot(cluster: RunCluster, version: int, *, base: bool = False) -> None:
 
 @pytest.mark.usefixtures("few_bases")
 async def test_a_rotten_version_that_was_announced_is_not_gone_on_from(cluster: RunCluster) -> None:
-    async with cluster.trainer() as first:
-        await first.publish_anew(1, tensors(1))
-        for version in (2, 3):
-            await publish(first, version)
+    await trained(cluster, 3)
     rot(cluster, 3)
     async with cluster.trainer() as second:
         assert (second.begun.latest, second.begun.resumed) == (3, None)
