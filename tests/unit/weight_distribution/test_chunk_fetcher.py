@@ -24,9 +24,8 @@ from weight_transfer.fetch import fetcher as fetcher_module
 
 @pytest.fixture
 async def cluster(
-    tmp_path: Path, unused_tcp_port_factory: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
 ) -> AsyncIterator[SlowCluster]:
-    monkeypatch.setattr(fetcher_module, "KNOWN_WITHIN_S", 0.3)
     cluster = SlowCluster(tmp_path, [unused_tcp_port_factory() for _ in range(5)], chunks=9)
     await cluster.start()
     yield cluster
@@ -174,11 +173,8 @@ async def test_whoever_dies_at_a_boundary_all_end_bit_exact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Publisher, relay or receiver dies at any chunk's boundary: each byte is sent once."""
-    monkeypatch.setattr(fetcher_module, "KNOWN_WITHIN_S", 0.3)
     monkeypatch.setattr(fetcher_module, "PARALLEL_CHUNKS", 1)
     monkeypatch.setattr(serve_module, "IN_LINE_S", 0.2)
-    for module in (fetcher_module, download_module):
-        monkeypatch.setattr(module, "RETRY_PAUSE_S", 0.02)
     cluster = SlowCluster(tmp_path, [unused_tcp_port_factory() for _ in range(4)])
     origin, members = cluster.origin, cluster.members
     origin.rate = 4e6

@@ -29,7 +29,6 @@ from tests.harness.weight_peers import KEY, fetched, published, reading, serving
 from weight_transfer import ChunkStore
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import PublisherClient
-from weight_transfer.fetch import fetcher as fetcher_module
 
 TOKEN = "s3cret"
 
@@ -55,11 +54,6 @@ class Authority:
         certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
         own_key.write_bytes(development_ca._pem_of(key))
         return Credentials("", ca or self.ca, certificate, own_key)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher_module, "RETRY_PAUSE_S", 0.01)
 
 
 @pytest.fixture

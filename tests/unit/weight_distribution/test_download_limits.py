@@ -89,7 +89,7 @@ class LimitedReader:
 
 
 async def test_the_link_is_used_no_faster_than_allowed(tmp_path: Path) -> None:
-    rate = 2 * ELEMENTS // 2
+    rate = 2 * ELEMENTS
     capped = LimitedReader(tmp_path / "capped", Caps(bytes_per_s=rate))
     free = LimitedReader(tmp_path / "free", Caps())
     async with serving(capped.server), serving(free.server):

@@ -37,13 +37,6 @@ from weight_transfer.fetch import fetcher as fetcher_module
 from weight_transfer.serve import Signer
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher_module, "RETRY_PAUSE_S", 0.001)
-    monkeypatch.setattr("weight_transfer.fetch.download.RETRY_PAUSE_S", 0.001)
-    monkeypatch.setattr(fetcher_module, "KNOWN_WITHIN_S", 0.2)
-
-
 async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) -> None:
     store, manifest = published(tmp_path / "from")
     server, rejected = CorruptServer(store, free_port()), list[str]()

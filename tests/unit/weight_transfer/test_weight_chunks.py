@@ -22,7 +22,14 @@ from weight_cases import KINDS, stepped, steps, tensor
 from bench.weights.codec import adam_step, rate_for
 from weight_transfer.errors import ChunkFormatError, WeightError, WrongBaseError
 from weight_transfer.format import entropy as compact_module
-from weight_transfer.format.chunk import HEADER, chunk_id, decode_chunk, encode_chunk, row_ranges
+from weight_transfer.format.chunk import (
+    HEADER,
+    chunk_id,
+    decode_chunk,
+    encode_chunk,
+    parse_header,
+    row_ranges,
+)
 from weight_transfer.format.delta_codec import PLANE_HEADER, Encoding, Level
 from weight_transfer.format.digest import digest_of, updated
 from weight_transfer.format.entropy import decode_compact, encode_compact
@@ -119,9 +126,11 @@ def decode_or_refuse(encoded: bytes, old: TensorBits = OLD, digest: int = 7) -> 
     except WeightError:
         return
     assert change.indices.size == change.new.size <= old.bits.size
+    assert change.indices.size == parse_header(encoded).changed
     if change.indices.size:
         assert change.indices.min() >= 0
         assert change.indices.max() < old.bits.size
+        assert (np.diff(change.indices) > 0).all()
 
 
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.02, 0.3, 1.0])
@@ -138,7 +147,7 @@ def test_every_truncation_is_refused(density: float) -> None:
 def test_flipped_bytes_never_escape(density: float, data: st.DataObject) -> None:
     encoded = bytearray(encoded_step(density))
     for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, min(len(encoded) - 1, 300)))
+        at = data.draw(st.integers(0, len(encoded) - 1))
         encoded[at] ^= data.draw(st.integers(1, 255))
     decode_or_refuse(bytes(encoded))
 
@@ -232,8 +241,7 @@ def test_a_training_step_takes_no_more_bytes_than_promised(
     assert chunk.header.encoding is Encoding.COMPACT
 
 
-def test_an_empty_class_and_a_full_one(  # what a Rice code alone would pay for
-) -> None:
+def test_an_empty_class_and_a_full_one_cost_next_to_nothing() -> None:
     old = np.concatenate([np.full(40_000, 0x3C00, "<u2"), np.full(40_000, 0x4000, "<u2")])
     new = old.copy()
     new[:9_000] += 1
@@ -244,27 +252,6 @@ def test_an_empty_class_and_a_full_one(  # what a Rice code alone would pay for
     indices, values = decode_compact(memoryview(payload), found.count, old)
     np.testing.assert_array_equal(values, new[:9_000])
     np.testing.assert_array_equal(indices, np.arange(9_000))
-
-
-STEP = adam_step(32, 64, rate_for(0.1), seed=2)
-
-
-@given(st.data())
-def test_damaged_payloads_are_refused_or_decoded_inside_the_rows(data: st.DataObject) -> None:
-    old, new = STEP.old, STEP.new
-    chunk = encode_chunk(old, new, (0, 32), 0, Level.COMPACT)
-    assert chunk.header.encoding is Encoding.COMPACT
-    encoded = bytearray(chunk.encoded)
-    for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(64, len(encoded) - 1))
-        encoded[at] ^= data.draw(st.integers(1, 255))
-    try:
-        change = decode_chunk(bytes(encoded), old, 0)
-    except ChunkFormatError:
-        return
-    assert change.indices.size == chunk.header.changed
-    assert change.indices.max() < old.bits.size
-    assert (np.diff(change.indices) > 0).all()
 
 
 @pytest.mark.parametrize("changed", [2, 40])

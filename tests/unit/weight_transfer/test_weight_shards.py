@@ -199,15 +199,6 @@ def test_a_chain_of_sharded_versions_arrives_bit_exactly(
     assert trainer.stores[0].versions() == tuple(range(1, len(densities) + 1))
 
 
-@pytest.mark.parametrize("shape", [Shape(kv=1), Shape(kv=8), Shape(hidden=5, dim=3, padded=40)])
-def test_odd_shapes_arrive(tmp_path: Path, shape: Shape) -> None:
-    model = dense(shape, 3)
-    trainer = ShardedTrainer(tmp_path, shape, model, 8)
-    new = next_model(model, 5, 0.3)
-    trainer.receive(trainer.publish(1, new))
-    assert_holds(trainer.receiver, new, 1)
-
-
 @pytest.fixture
 def four(tmp_path: Path) -> ShardedTrainer:
     return ShardedTrainer(tmp_path, SHAPE, dense(SHAPE, 1), 4)
