@@ -15,11 +15,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from rose.errors import RoseError
-from rose.integrations import TrainerSettings
 from rose.integrations.front.checkpoint_folder import WeightRoots
 from rose.integrations.front.settings import FrontSettings
 from rose.integrations.named_weights import Named
 from rose.main.front import listening
+from tests.harness.policies import trainer_settings
 
 
 def save_checkpoint(
@@ -109,14 +109,7 @@ class NotingGateway:
 
 def settings_of(folder: Path, gateway: str, **changes: object) -> FrontSettings:
     model = save_checkpoint(folder / "model")
-    trainer = TrainerSettings(
-        job="grpo",
-        scheduler="127.0.0.1:1",
-        gateway=gateway,
-        checkpoint=model,
-        root=folder / "published",
-        key=folder / "key",
-    )
+    trainer = trainer_settings(folder, gateway=gateway, checkpoint=model)
     saved = folder / "saved"
     saved.mkdir(exist_ok=True)
     values: dict[str, object] = {"port": 0, "trainer": trainer, "weights_roots": (saved,)}

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 from front_cases import save_checkpoint
 
 from rose.integrations.front.settings import parse_front
+from tests.harness.policies import trainer_environment
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -37,15 +38,8 @@ def test_slime_is_started_with_a_front_as_engine_and_router(
         check=True,
         timeout=60,
     )
-    for name, value in {
-        "JOB": "job",
-        "SCHEDULER": "127.0.0.1:7400",
-        "GATEWAY": "http://127.0.0.1:8000",
-        "CHECKPOINT": str(save_checkpoint(tmp_path / "model")),
-        "ROOT": "run/published",
-        "KEY": "run/trainer.key",
-    }.items():
-        monkeypatch.setenv(f"ROSE_{name}", value)
+    for name, value in trainer_environment(save_checkpoint(tmp_path / "model")).items():
+        monkeypatch.setenv(name, value)
     command, *options = (tmp_path / "front").read_text().splitlines()
     settings = parse_front(options)
     given = (tmp_path / "trained").read_text().splitlines()

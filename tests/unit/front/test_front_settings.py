@@ -10,6 +10,7 @@ from rose.cli.main import main
 from rose.errors import ConfigError
 from rose.integrations.front.settings import parse_front
 from rose.security.tokens import issue
+from tests.harness.policies import trainer_environment
 from weight_transfer import SigningKey
 
 GATEWAY = "http://127.0.0.1:1"
@@ -32,19 +33,11 @@ def test_useless_settings_are_refused(tmp_path: Path, wrong: dict[str, object]) 
 
 
 def test_options_go_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = save_checkpoint(tmp_path / "model")
-    for name, value in {
-        "JOB": "of-env",
-        "SCHEDULER": "127.0.0.1:1",
-        "GATEWAY": GATEWAY,
-        "CHECKPOINT": str(model),
-        "ROOT": str(tmp_path / "root"),
-        "KEY": str(tmp_path / "key"),
-        "REPLICAS": "3",
-    }.items():
-        monkeypatch.setenv(f"ROSE_{name}", value)
-    settings = parse_front(["--port=0", "--weights-root", str(tmp_path), "--job=grpo"])
-    assert (settings.trainer.job, settings.trainer.replicas) == ("grpo", 3)
+    for name, value in trainer_environment(save_checkpoint(tmp_path / "model")).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ROSE_REPLICAS", "3")
+    settings = parse_front(["--port=0", "--weights-root", str(tmp_path), "--job=mine"])
+    assert (settings.trainer.job, settings.trainer.replicas) == ("mine", 3)
     assert settings.weights_roots == (tmp_path,)
 
 

@@ -14,7 +14,7 @@ from rose.integrations import PolicyPublisher, TrainerSettings
 from rose.integrations import policy_publisher as publisher
 from rose.integrations.ranks import everywhere
 from rose.weight_distribution import Receipt
-from tests.harness.policies import NORM, checkpoint, weights
+from tests.harness.policies import NORM, checkpoint, trainer_settings, weights
 from weight_transfer import SigningKey, TensorBits, WeightError
 
 pytest.importorskip("torch")
@@ -112,15 +112,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainerSettings
     monkeypatch.setattr(StandInClient, "rows", [[Row(99)]])
     monkeypatch.setattr(StandInWeightPublisher, "made", [])
     SigningKey.generate().save(tmp_path / "key")
-    return TrainerSettings(
-        job="grpo",
-        scheduler="127.0.0.1:7400",
-        gateway="http://127.0.0.1:8000",
-        checkpoint=tmp_path,
-        root=tmp_path / "root",
-        key=tmp_path / "key",
-        timeout_s=5.0,
-    )
+    return trainer_settings(tmp_path, timeout_s=5.0)
 
 
 @pytest.fixture

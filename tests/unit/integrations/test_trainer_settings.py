@@ -9,20 +9,13 @@ import pytest
 from rose.errors import ConfigError
 from rose.integrations import TrainerSettings, tested
 from rose.integrations.tested import check_tested
+from tests.harness.policies import trainer_environment
 from weight_transfer import SigningKey
 
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """All that has no default."""
-    return {
-        "ROSE_JOB": "grpo",
-        "ROSE_SCHEDULER": "127.0.0.1:7400",
-        "ROSE_GATEWAY": "http://127.0.0.1:8000",
-        "ROSE_CHECKPOINT": str(tmp_path),
-        "ROSE_ROOT": str(tmp_path / "published"),
-        "ROSE_KEY": str(tmp_path / "trainer.key"),
-    }
+    return trainer_environment(tmp_path)
 
 
 def test_the_environment_says_all_of_it(environ: dict[str, str], tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.integrations import PolicyPublisher, TrainerSettings, tested
+from tests.harness.policies import trainer_settings
 
 WITHOUT_VLLM = "is_vllm_available"
 
@@ -118,15 +119,7 @@ def gateway() -> Iterator[AnsweringGateway]:
 
 @pytest.fixture
 def settings(gateway: AnsweringGateway, tmp_path: Path) -> TrainerSettings:
-    return TrainerSettings(
-        job="grpo",
-        scheduler="127.0.0.1:7400",
-        gateway=gateway.url,
-        checkpoint=tmp_path,
-        root=tmp_path / "root",
-        key=tmp_path / "key",
-        timeout_s=60.0,
-    )
+    return trainer_settings(tmp_path, gateway=gateway.url, timeout_s=60.0)
 
 
 class Published(PolicyPublisher):

@@ -14,6 +14,7 @@ from rose.errors import ConfigError, RefusedError
 from rose.integrations import PolicyReceipt, TrainerSettings
 from tests.fakes import verl_package
 from tests.fakes.verl_package import StandInRay
+from tests.harness.policies import trainer_environment
 from weight_transfer import SigningKey
 
 PLUGIN = "rose.integrations.verl.plugin"
@@ -54,16 +55,10 @@ def publishers(verl: object, monkeypatch: pytest.MonkeyPatch) -> list[StandInPol
 
 @pytest.fixture
 def given(tmp_path: Path) -> dict[str, Any]:
-    key = tmp_path / "key"
-    SigningKey.generate().save(key)
-    return {
-        "job": "grpo",
-        "scheduler": "127.0.0.1:1",
-        "gateway": "http://127.0.0.1:2",
-        "checkpoint": tmp_path,
-        "root": tmp_path / "root",
-        "key": key,
-        "max_staleness": 3,
+    SigningKey.generate().save(tmp_path / "key")
+    named = trainer_environment(tmp_path).items()
+    return {name.removeprefix("ROSE_").lower(): value for name, value in named} | {
+        "max_staleness": 3
     }
 
 

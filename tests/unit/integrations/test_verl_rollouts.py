@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from rose.client import Sampling, Turn, VersionNotServed
 from rose.errors import ConfigError, RefusedError
-from rose.integrations import TrainerSettings
 from rose.integrations.verl import rollout_turns
 from rose.integrations.verl.configuration import overlaid, refuse_unfit
 from rose.integrations.verl.rollout_turns import RolloutTurns, TokenSessions
 from rose.integrations.verl.turns import Lengths, PolicySteps, output_of, turn_sampling
 from tests.fakes.gateway import StandInGateway, until
+from tests.harness.policies import trainer_environment, trainer_settings
 
 LENGTHS = Lengths(prompt=64, response=8, model=None)
 Made = Callable[..., RolloutTurns]
@@ -33,9 +33,7 @@ async def turns(gateway: StandInGateway, tmp_path: Path) -> AsyncIterator[Made]:
     made: list[RolloutTurns] = []
 
     def make(**options: bool) -> RolloutTurns:
-        settings = TrainerSettings(
-            "job", "127.0.0.1:1", gateway.url, tmp_path, tmp_path / "root", tmp_path / "key"
-        )
+        settings = trainer_settings(tmp_path, job="job", gateway=gateway.url)
         made.append(RolloutTurns(settings, LENGTHS, lag=1, **options))
         return made[-1]
 
@@ -159,10 +157,9 @@ def test_adapters_are_refused_by_name_before_anything_starts() -> None:
 def test_verls_configuration_goes_before_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = {"JOB": "env", "SCHEDULER": "127.0.0.1:1", "GATEWAY": "http://127.0.0.1:2", "KEY": "k"}
-    for name, value in {**said, "CHECKPOINT": str(tmp_path), "ROOT": "r"}.items():
-        monkeypatch.setenv(f"ROSE_{name}", value)
-    assert overlaid({}).job == "env"
+    for name, value in trainer_environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    assert overlaid({}).job == "grpo"
     assert overlaid({"job": "mine", "max_staleness": 3}).job == "mine"
     assert overlaid({"max_staleness": 3}).max_staleness == 3
     with pytest.raises(ConfigError, match="no setting 'jobb'"):
