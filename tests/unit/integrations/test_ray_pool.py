@@ -181,8 +181,7 @@ HERE = ("10.0.0.7", 7_410)
 
 
 def node(folder: Path, **more: Any) -> dict[str, Any]:
-    said = {"scheduler": "127.0.0.1:9", "run_dir": str(folder / "run")}
-    return {**said, "log_dir": str(folder / "log"), "unsigned": True, **more}
+    return {**NODE, "run_dir": str(folder / "run"), "log_dir": str(folder / "log"), **more}
 
 
 def replica(folder: Path) -> dict[str, Any]:
@@ -212,13 +211,12 @@ def test_a_proxied_replica_is_offered_over_tls_by_its_own_certificate(tmp_path: 
         assert read.offered_url(read.dedicated[0]) == f"https://10.0.0.7:7410/{name}"
 
 
-def test_without_a_proxy_turns_stay_on_their_machine(tmp_path: Path) -> None:
+def test_without_a_proxy_turns_stay_on_their_machine_and_a_fenced_network_is_said(
+    tmp_path: Path,
+) -> None:
     read = told(PoolNode("rose-0", node(tmp_path), replica(tmp_path)))
     assert read.proxy is None
     assert read.offered_url(read.dedicated[0]) == "http://127.0.0.1:8100"
-
-
-def test_a_fenced_network_is_said(tmp_path: Path) -> None:
     read = told(PoolNode("rose-0", node(tmp_path), replica(tmp_path), {"insecure": True}), HERE)
     assert read.proxy is not None
     assert read.proxy.insecure

@@ -143,15 +143,16 @@ async def test_images_are_refused_by_name(turns: Made) -> None:
 
 
 def test_adapters_are_refused_by_name_before_anything_starts() -> None:
-    whole = SimpleNamespace(lora_rank=0, lora={}, lora_adapter_path=None)
-    refuse_unfit(SimpleNamespace(quantization=None), whole)
-    adapters = SimpleNamespace(lora_rank=32, lora={}, lora_adapter_path=None)
+    def asked(quantization: str | None = None, **model: object) -> None:
+        whole = {"lora_rank": 0, "lora": {}, "lora_adapter_path": None}
+        refuse_unfit(SimpleNamespace(quantization=quantization), SimpleNamespace(**whole | model))
+
+    asked()
+    asked(lora_rank=32, lora={"merge": True})
     with pytest.raises(RefusedError, match="lora_rank=32"):
-        refuse_unfit(SimpleNamespace(), adapters)
-    merged = SimpleNamespace(lora_rank=32, lora={"merge": True}, lora_adapter_path=None)
-    refuse_unfit(SimpleNamespace(), merged)
+        asked(lora_rank=32)
     with pytest.raises(RefusedError, match="quantization"):
-        refuse_unfit(SimpleNamespace(quantization="fp8"), whole)
+        asked("fp8")
 
 
 def test_verls_configuration_goes_before_the_environment(
@@ -238,21 +239,12 @@ def test_neutral_parameters_leave_the_policys_distribution_as_it_is() -> None:
 
 
 def test_parameters_are_carried_over() -> None:
-    given = {"temperature": 0.0, "top_p": 0.9, "top_k": 5, "seed": 3, "stop_token_ids": [7]}
+    given = {"temperature": 0.0, "top_p": 0.9, "top_k": 5, "seed": 3}
     given |= {"min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True}
-    wanted = Sampling(
-        temperature=0.0,
-        top_p=0.9,
-        top_k=5,
-        max_tokens=4,
-        seed=3,
-        stop_token_ids=(7,),
-        min_p=0.1,
-        repetition_penalty=1.1,
-        ignore_eos=True,
-    )
-    assert turn_sampling(given | {"max_new_tokens": 4}, TURN_LENGTHS, 10) == wanted
-    assert turn_sampling(given | {"max_tokens": 4}, TURN_LENGTHS, 10) == wanted
+    wanted = Sampling(**given, max_tokens=4, stop_token_ids=(7,))  # type: ignore[arg-type]
+    for name in ("max_new_tokens", "max_tokens"):
+        asked = given | {"stop_token_ids": [7], name: 4}
+        assert turn_sampling(asked, TURN_LENGTHS, 10) == wanted
 
 
 @pytest.mark.parametrize(

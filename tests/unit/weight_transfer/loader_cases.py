@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from weight_cases import chunks_of
 
 from weight_transfer.apply.loader_map import LoaderMap
 from weight_transfer.apply.receiver import Receiver, StagedUpdate
@@ -113,8 +114,6 @@ def proved(model: FakeEngineModel, base: dict[str, TensorBits]) -> LoaderMap:
 
 def staged(base: dict[str, TensorBits], new: dict[str, TensorBits], folder: Path) -> StagedUpdate:
     store, key = ChunkStore(folder), SigningKey.generate()
-    manifest = VersionPublisher(store, "job", "trainer", key, clock=lambda: 0.0).publish(
-        1, 0, base, new
-    )
-    chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
-    return Receiver(base).decode(manifest, chunks, key.verify_key, 0.0)
+    publisher = VersionPublisher(store, "job", "trainer", key, clock=lambda: 0.0)
+    manifest = publisher.publish(1, 0, base, new)
+    return Receiver(base).decode(manifest, chunks_of(store, manifest), key.verify_key, 0.0)
