@@ -17,6 +17,7 @@ The operator's stop state (`HarvestModes`) stands above all of it: the stricter 
 Dedicated replicas belong to the jobs and are leased in any case.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -337,6 +338,22 @@ class CapacityGate:
         verdict = self._judged(node, counted, settled=not counted)
         self._verdicts[node.name] = verdict
         return self._said(verdict) if verdict.settled else []
+
+    def outlook(self, policy: CapacityPolicy, nodes: Iterable[NodeFacts]) -> dict[str, NodeVerdict]:
+        """Return the verdict on each node if a policy were applied now; nothing is changed."""
+        trial = copy.copy(self)
+        trial._policies = {**self._policies, policy.name: policy}
+        trial._halted = {name: why for name, why in self._halted.items() if name != policy.name}
+        trial._effective = {}
+        trial._look_at_the_clock()
+        facts = list(nodes)
+        for each in facts:
+            trial._effective[each.name] = effective(trial._counting, each.name, each.labels)
+        beyond = trial._admit(facts)
+        return {
+            each.name: trial._judged(each, beyond.get(each.name, ()), settled=True)
+            for each in facts
+        }
 
     def changed(self) -> None:
         """Record a change that verdicts depend on, so that the next `judge` judges at once."""

@@ -155,12 +155,15 @@ class PolicyClient(SchedulerClient):
         ask = pb.ListPoliciesRequest()
         return list(self._call(lambda s: s.ListPolicies(ask, timeout=self._timeout_s)).policies)
 
-    def apply(self, policy: "CapacityPolicy", *, dry_run: bool = False) -> bool:
-        """Put a policy in force, or with dry_run only check it; return True if that changes
-        anything.
-        """
-        ask = pb.ApplyPolicyRequest(policy=policy.to_json(), dry_run=dry_run)
+    def apply(self, policy: "CapacityPolicy") -> bool:
+        """Put a policy in force; return True if that changed anything."""
+        ask = pb.ApplyPolicyRequest(policy=policy.to_json())
         return self._call(lambda s: s.ApplyPolicy(ask, timeout=self._timeout_s)).changed
+
+    def outlook(self, policy: "CapacityPolicy") -> pb.ApplyPolicyReply:
+        """Return what applying a policy would change: nodes, and guests whose leases would end."""
+        ask = pb.ApplyPolicyRequest(policy=policy.to_json(), dry_run=True)
+        return self._call(lambda s: s.ApplyPolicy(ask, timeout=self._timeout_s))
 
     def delete(self, name: str) -> None:
         """Take the policy of that name out of force."""

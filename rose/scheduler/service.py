@@ -542,17 +542,15 @@ class SchedulerService(SchedulerServicer):
     async def ApplyPolicy(
         self, request: pb.ApplyPolicyRequest, context: "Context[object, object]"
     ) -> pb.ApplyPolicyReply:
-        """Put a capacity policy in force, or with dry_run only check it; reply if that changes
-        it.
-        """
+        """Put a capacity policy in force, or with dry_run only check it; reply what it changes."""
         if not request.dry_run:
             changed = await self._answer(request, context)
             return pb.ApplyPolicyReply(changed=bool(changed))
         try:
-            changes = self._core.capacity.would_change(wire.policy_applied(request))
+            outlook = self._core.outlook(wire.policy_applied(request), self._clock())
         except Exception as error:  # noqa: BLE001 - whatever it is, this call ends by it
             await self._refuse(error, "ApplyPolicy", context)
-        return pb.ApplyPolicyReply(changed=changes)
+        return outlook
 
     @override
     async def ListPolicies(

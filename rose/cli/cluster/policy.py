@@ -86,6 +86,12 @@ def _add_arguments(verb: argparse.ArgumentParser, name: str) -> None:
             verb.add_argument("node", nargs="?", default="", metavar="NODE", help="default: all")
     if name == "set":
         verb.add_argument("changes", nargs="+", metavar="FIELD=VALUE")
+    if name in ("apply", "set"):
+        verb.add_argument(
+            "--allow-no-nodes",
+            action="store_true",
+            help="apply a policy also where its selector matches no attached node",
+        )
     if name in ("apply", "set", "delete"):
         add_dry_run(verb)
     else:
@@ -163,12 +169,12 @@ def _apply(args: argparse.Namespace) -> int:
     client = client_of(args)
     policies = _read(args.file)
     # All are checked before the first is in force.
-    changes = [client.apply(policy, dry_run=True) for policy in policies]
-    for at, (policy, changed) in enumerate(zip(policies, changes, strict=True)):
-        if changed and not args.dry_run:
+    outlooks = [_outlook(client, policy, args) for policy in policies]
+    for at, (policy, outlook) in enumerate(zip(policies, outlooks, strict=True)):
+        if outlook.changed and not args.dry_run:
             _apply_one(client, policy, [each.name for each in policies[at:]])
-        what = ("would change" if args.dry_run else "applied") if changed else "unchanged"
-        say(f"policy {policy.name}: {what}")
+        what = ("would change" if args.dry_run else "applied") if outlook.changed else "unchanged"
+        say(f"policy {policy.name}: {what}; {_effect(outlook)}")
         if "mode" not in policy.model_fields_set:
             note(
                 f"policy {policy.name} has no mode: it only bounds what other policies allow;"
@@ -177,6 +183,31 @@ def _apply(args: argparse.Namespace) -> int:
     if not args.dry_run:
         _note_selectors(client, policies)
     return ExitCode.DONE
+
+
+def _outlook(
+    client: PolicyClient, policy: "CapacityPolicy", args: argparse.Namespace
+) -> pb.ApplyPolicyReply:
+    """Return what a policy would change. Raises RefusedError if its selector matches none of the
+    attached nodes, unless that is allowed.
+    """
+    outlook = client.outlook(policy)
+    if outlook.attached and not outlook.nodes and not args.allow_no_nodes:
+        raise RefusedError(
+            f"policy {policy.name}: {policy.node_selector.no_nodes()}; mend it, or write"
+            " --allow-no-nodes where they are still to come"
+        )
+    return outlook
+
+
+def _effect(outlook: pb.ApplyPolicyReply) -> str:
+    ends = f"; ends {_counted('lease', outlook.ends)}" if outlook.ends else ""
+    return f"selects {_counted('node', outlook.nodes)}{ends}"
+
+
+def _counted(what: str, names: Sequence[str]) -> str:
+    shown = f" ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})" if names else ""
+    return f"{len(names)} {what}{'' if len(names) == 1 else 's'}{shown}"
 
 
 def _note_selectors(client: PolicyClient, policies: "Sequence[CapacityPolicy]") -> None:
@@ -212,13 +243,17 @@ def _apply_one(client: PolicyClient, policy: "CapacityPolicy", rest: Sequence[st
 
 
 def _diff(args: argparse.Namespace) -> int:
-    force = {view.name: view for view in client_of(args).policies()}
+    client = client_of(args)
+    force = {view.name: view for view in client.policies()}
+    policies = _read(args.file)
     found = [
         difference
-        for policy in _read(args.file)
+        for policy in policies
         for difference in _differences(force.get(policy.name), policy)
     ]
     write(View(found, tuple(map(str, found))), Format(args.output))
+    for policy in policies:
+        note(f"policy {policy.name}: {_effect(client.outlook(policy))}")
     return ExitCode.FOUND if found else ExitCode.DONE
 
 
@@ -238,12 +273,13 @@ def _set(args: argparse.Namespace) -> int:
         policy = policy_of(said)
     except PolicyError as error:
         raise ConfigError(str(error)) from None
+    effect = _effect(_outlook(client, policy, args))
     if args.dry_run:
-        client.apply(policy, dry_run=True)
-        say(*(map(str, _differences(view, policy)) or (f"policy {args.name}: unchanged",)))
+        differences = [*map(str, _differences(view, policy))] or [f"policy {args.name}: unchanged"]
+        say(*differences, f"policy {args.name}: {effect}")
         return ExitCode.DONE
     changed = client.apply(policy)
-    say(f"policy {args.name}: {'applied' if changed else 'unchanged'}")
+    say(f"policy {args.name}: {'applied' if changed else 'unchanged'}; {effect}")
     _note_selectors(client, [policy])
     return ExitCode.DONE
 
@@ -253,8 +289,7 @@ def _delete(args: argparse.Namespace) -> int:
     if args.dry_run:
         _named(client.policies(), args.name)
         held = [row.node for row in client.explain("") if args.name in row.policies]
-        named = f" ({', '.join(held[:5])}{', …' if len(held) > 5 else ''})" if held else ""
-        say(f"policy {args.name}: would be deleted; it holds for {len(held)} nodes{named}")
+        say(f"policy {args.name}: would be deleted; it holds for {_counted('node', held)}")
         return ExitCode.DONE
     client.delete(args.name)
     say(f"policy {args.name}: deleted")

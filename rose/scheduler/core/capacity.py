@@ -22,6 +22,7 @@ from elastic_scheduler.capacity import (
     AdviceBook,
     CapacityGate,
     CapacityNote,
+    CapacityPolicy,
     EffectivePolicy,
     Halt,
     Limit,
@@ -149,6 +150,30 @@ class CapacityBook:
         self._check_room(event)
         name = event.policy.name
         return event.policy not in self.gate.policies or self.gate.halted(name) is not None
+
+    def outlook(
+        self,
+        policy: CapacityPolicy,
+        nodes: Iterable[NodeView],
+        leased: Iterable[tuple[str, str]],
+    ) -> tuple[list[str], list[str]]:
+        """Return nodes that a policy selects, and guests whose leases would end if it were applied.
+
+        leased: (guest, node) of each leased guest.
+        """
+        facts = [_fact(view) for view in nodes]
+        verdicts = self.gate.outlook(policy, facts)
+        selected = [
+            each.name for each in facts if policy.node_selector.matches(each.name, each.labels)
+        ]
+        keeps = (HarvestMode.ACTIVE, HarvestMode.HOLD)
+        ends = [
+            guest
+            for guest, node in leased
+            if self.gate.mode_of(guest, node) in keeps
+            and stricter(self.stop.mode_of(guest), verdicts[node].mode) not in keeps
+        ]
+        return sorted(selected), sorted(ends)
 
     def _stop_writes(self, event: HarvestSet) -> tuple[Write, ...]:
         self._check_mode(event)

@@ -326,6 +326,20 @@ class SchedulerCore:
         """
         return explained(self.observed(now_s, budgets=False), node)
 
+    def outlook(self, event: PolicyApplied, now_s: float) -> pb.ApplyPolicyReply:
+        """Return what applying a policy would change, the nodes that it selects, and the guests
+        whose leases would end. Raises RefusedError.
+        """
+        changed = self.capacity.would_change(event)
+        nodes = {view.node: view for view in self._fleet.nodes}
+        leased = [
+            (each.offer.replica, each.offer.node)
+            for each in self.observed(now_s, budgets=False).replicas
+            if each.holder and each.offer.kind is ReplicaKind.GUEST and each.offer.node in nodes
+        ]
+        selected, ends = self.capacity.outlook(event.policy, nodes.values(), leased)
+        return pb.ApplyPolicyReply(changed=changed, nodes=selected, ends=ends, attached=len(nodes))
+
     def policy_views(self, now_s: float) -> dict[str, PolicyView]:
         """Return the status of each capacity policy in force on its nodes, by policy name."""
         return policy_views(self.observed(now_s, budgets=False))

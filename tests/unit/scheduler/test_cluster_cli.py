@@ -265,10 +265,11 @@ async def test_a_policys_life_on_the_command_line(
     assert await rose(bench, "policy", "diff", file) == 1
     assert capsys.readouterr().out == "policy serving: new\n"
     assert await rose(bench, "policy", "apply", file, "--dry-run") == 0
-    assert capsys.readouterr().out == "policy serving: would change\n"
+    assert capsys.readouterr().out == "policy serving: would change; selects 0 nodes\n"
     assert await rose(bench, "policy", "apply", file) == 0
     assert await rose(bench, "policy", "apply", file) == 0
-    assert capsys.readouterr().out == "policy serving: applied\npolicy serving: unchanged\n"
+    said = [line.partition(";")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == ["policy serving: applied", "policy serving: unchanged"]
     assert await rose(bench, "policy", "diff", file) == 0
     changes = ["slackShare=0.2", "maxHarvest.nodes=25%", "mode=Advisory"]
     assert await rose(bench, "policy", "set", "serving", *changes) == 0
@@ -303,21 +304,30 @@ async def test_a_selector_that_matches_no_node_is_said(
         POLICY | {"name": "all"},
     ]
     file = write(tmp_path, *policies)
-    assert await rose(bench, "policy", "apply", file, "--dry-run") == 0
-    assert capsys.readouterr().err == ""
+    assert await rose(bench, "policy", "apply", file) == 2
+    refused = capsys.readouterr().err
+    assert refused.startswith("rose: policy pattern: no attached node has the labels or names")
+    assert "--allow-no-nodes" in refused
+    allowed = "--allow-no-nodes"
+    assert await rose(bench, "policy", "apply", file, "--dry-run", allowed) == 0
+    out, err = capsys.readouterr()
+    assert "policy right: would change; selects 1 node (serving-0)" in out
+    assert err == ""
     none = "no attached node has the labels or names of its nodeSelector"
     lines = [
         f"policy pattern: {none}",
         f"policy labels: {none}; the label 'a1*' is compared as it stands: use matchExpressions",
         "policy typo: no node 'servnig-1' is attached (1 such)",
     ]
-    for words in (["apply", file], ["get"]):
+    for words in (["apply", file, allowed], ["get"]):
         assert await rose(bench, "policy", *words) == 0
         said = capsys.readouterr().err
         assert sorted(line in said for line in lines) == [True] * 3
         assert "right" not in said
         assert "all:" not in said
-    assert await rose(bench, "policy", "set", "right", 'nodeSelector.names=["x"]') == 0
+    change = ("policy", "set", "right", 'nodeSelector.names=["x"]')
+    assert await rose(bench, *change) == 2
+    assert await rose(bench, *change, allowed) == 0
     assert f"policy right: {none}" in capsys.readouterr().err
 
 
@@ -364,7 +374,9 @@ async def test_a_dry_run_says_what_would_change_and_changes_nothing(
     await rose(bench, "policy", "apply", write(tmp_path, POLICY))
     capsys.readouterr()
     assert await rose(bench, "policy", "set", "serving", "slackShare=0.2", "--dry-run") == 0
-    assert capsys.readouterr().out == "policy serving: slackShare: 0.5 -> 0.2\n"
+    change, effect = capsys.readouterr().out.splitlines()
+    assert change == "policy serving: slackShare: 0.5 -> 0.2"
+    assert effect == "policy serving: selects 0 nodes"
     assert await rose(bench, "policy", "delete", "serving", "--dry-run") == 0
     assert "serving: would be deleted; it holds for 0 nodes" in capsys.readouterr().out
     [_, serving] = bench.core.capacity.gate.policies
@@ -410,17 +422,17 @@ async def test_an_apply_that_is_cut_off_says_what_is_not_known_to_be_in_force(
 ) -> None:
     apply = PolicyClient.apply
 
-    def cut_off(client: PolicyClient, policy: CapacityPolicy, *, dry_run: bool = False) -> bool:
-        if policy.name == "second" and not dry_run:
+    def cut_off(client: PolicyClient, policy: CapacityPolicy) -> bool:
+        if policy.name == "second":
             raise UnavailableError("no scheduler answers")
-        return apply(client, policy, dry_run=dry_run)
+        return apply(client, policy)
 
     monkeypatch.setattr(PolicyClient, "apply", cut_off)
     names = ("first", "second", "third")
     file = write(tmp_path, *({**POLICY, "name": name} for name in names))
     assert await rose(bench, "policy", "apply", file) == 4
     out, err = capsys.readouterr()
-    assert out == "policy first: applied\n"
+    assert out == "policy first: applied; selects 0 nodes\n"
     assert "not known to be in force: second, third: apply the file again" in err
 
 

@@ -313,7 +313,9 @@ async def test_the_whole_round_over_grpc(tmp_path: Path) -> None:
         assert (await node.hears("lease")).lease.epoch == 1
         request = pb.ApplyPolicyRequest(policy='{"name":"p","stopPolicy":"HoldAndDrain"}')
         request.dry_run = True
-        assert (await bench.stub.ApplyPolicy(request)).changed
+        outlook = await bench.stub.ApplyPolicy(request)
+        assert (outlook.changed, [*outlook.nodes], outlook.attached) == (True, ["n0"], 1)
+        assert [*outlook.ends] == ["g0"]
         assert len((await bench.stub.ListPolicies(pb.ListPoliciesRequest())).policies) == 1
         request.dry_run = False
         assert (await bench.stub.ApplyPolicy(request)).changed
