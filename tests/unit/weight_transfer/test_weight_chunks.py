@@ -143,13 +143,19 @@ def test_every_truncation_is_refused(density: float) -> None:
         decode_chunk(encoded + b"\0", OLD, 7)
 
 
+STEP = adam_step(32, 64, rate_for(0.1), seed=2)
+
+
 @given(st.sampled_from([0.0, 0.01, 0.02, 0.3, 1.0]), st.data())
 def test_flipped_bytes_never_escape(density: float, data: st.DataObject) -> None:
-    encoded = bytearray(encoded_step(density))
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(encoded) - 1))
-        encoded[at] ^= data.draw(st.integers(1, 255))
-    decode_or_refuse(bytes(encoded))
+    trained = encode_chunk(STEP.old, STEP.new, (0, 32), 7, Level.COMPACT)
+    assert trained.header.encoding is Encoding.COMPACT
+    for old, whole, first in ((OLD, encoded_step(density), 0), (STEP.old, trained.encoded, 64)):
+        encoded = bytearray(whole)
+        for _ in range(data.draw(st.integers(1, 4))):
+            at = data.draw(st.integers(first, min(len(encoded) - 1, first + 300)))
+            encoded[at] ^= data.draw(st.integers(1, 255))
+        decode_or_refuse(bytes(encoded), old)
 
 
 @given(st.binary(max_size=300), st.integers(0, 4), st.integers(0, 1 << 64), steps())
@@ -180,8 +186,13 @@ def sparse_with_plane(tag: int, body: bytes, changed: int = 64, rest: bytes = b"
         sparse_with_plane(1, zstandard.ZstdCompressor().compress(b"\0" * 64) + b"more"),
         sparse_with_plane(1, struct.pack("<IBQ", 0xFD2FB528, 0xE0, 1 << 62)),
         sparse_with_plane(0, b"", changed=1 << 62),
+        sparse_with_plane(9, b"\x03" * 64),
+        sparse_with_plane(0, b"\x03" * 63),
     ],
-    ids=["bomb", "no size claimed", "trailing bytes", "exabytes claimed", "more than rows"],
+    ids=[
+        *("bomb", "no size claimed", "trailing bytes", "exabytes claimed", "more than rows"),
+        *("unknown tag", "a byte too few"),
+    ],
 )
 def test_a_plane_that_is_not_exactly_its_size_is_refused(damaged: bytes) -> None:
     with pytest.raises(ChunkFormatError):
@@ -252,6 +263,20 @@ def test_an_empty_class_and_a_full_one_cost_next_to_nothing() -> None:
     indices, values = decode_compact(memoryview(payload), found.count, old)
     np.testing.assert_array_equal(values, new[:9_000])
     np.testing.assert_array_equal(indices, np.arange(9_000))
+
+
+def test_a_compact_payload_that_contradicts_its_head_is_refused() -> None:
+    found = cpu.compare(STEP.old.bits, STEP.new.bits, STEP.old.bits.size, 0)
+    assert found is not None
+    payload = encode_compact(found, KINDS[2])
+    rice = compact_module._HEAD.size + 1
+    for wrong, words in (
+        (payload[:3], "ends in its head"),
+        (payload + b"\0", "another length"),
+        (payload[:rice] + b"\xff" + payload[rice + 1 :], "a class that cannot be"),
+    ):
+        with pytest.raises(ChunkFormatError, match=words):
+            decode_compact(memoryview(wrong), found.count, STEP.old.bits)
 
 
 @pytest.mark.parametrize("changed", [2, 40])
