@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from front_cases import save_checkpoint
 
 from rose.integrations.front.settings import parse_front
 from tests.harness.policies import trainer_environment
+from tests.harness.web_server import served
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -62,18 +62,15 @@ async def test_rewards_are_in_the_order_of_their_texts_and_a_refusal_is_its_line
     jobs = set()
 
     async def classify(http: web.Request) -> web.Response:
-        jobs.add(http.headers["X-Rose-Job"])
+        jobs.add((http.method, http.path, http.headers["X-Rose-Job"]))
         texts = (await http.json())["input"]
         if "refuse" in texts:
             return web.json_response({"error": {"message": "no replica"}}, status=503)
         return web.json_response({"data": [{"probs": [float(text)]} for text in texts]})
 
     rewards = runpy.run_path(str(EXAMPLES / "reward_model.py"))["rewards"]
-    app = web.Application()
-    app.router.add_post("/classify", classify)
-    async with TestServer(app) as server:
-        url = str(server.make_url("/"))
+    async with served(classify) as url:
         assert await rewards([str(k) for k in range(40)], url) == [float(k) for k in range(40)]
         with pytest.raises(RuntimeError, match="no replica"):
             await rewards(["refuse"], url)
-    assert jobs == {"reward"}
+    assert jobs == {("POST", "/classify", "reward")}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -25,6 +24,7 @@ from rose.weight_distribution import Credentials, Relay, VersionServer
 from rose.weight_distribution.credentials import OriginRefused
 from rose.weight_distribution.relay import FollowedJob
 from tests.harness.certificates import Certificates
+from tests.harness.web_server import served
 from tests.harness.weight_peers import KEY, fetched, published, reading, serving
 from weight_transfer import ChunkStore
 from weight_transfer.errors import FetchError
@@ -188,10 +188,8 @@ async def listening() -> AsyncIterator[Listener]:
             raise web.HTTPFound(listener.sends_to)
         return web.Response(status=404)
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    async with TestServer(app) as server:
-        listener = Listener(str(server.make_url("")).rstrip("/"))
+    async with served(answer) as url:
+        listener = Listener(url)
         yield listener
 
 

@@ -130,19 +130,12 @@ async def test_a_second_training_run_on_the_same_root_goes_on_from_the_first_one
         assert (second.begun.latest, second.begun.resumed) == (2, 2)
         weights = await second.restore()
         assert same(weights, tensors(2))
+        with pytest.raises(RefusedError, match=r"version 1 of grpo is used up.*publish 3 anew"):
+            await publish(second, 1)
         await second.publish(3, 2, weights, tensors(30))
         assert same(await second.restore(), tensors(2))
     assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
     assert cluster.chain[-1].url == second.url
-
-
-async def test_the_same_script_again_is_told_where_to_go_on(cluster: RunCluster) -> None:
-    async with cluster.trainer() as first:
-        await publish(first, 1)
-    async with cluster.trainer() as second:
-        with pytest.raises(RefusedError, match=r"version 1 of grpo is used up.*publish 2 anew"):
-            await publish(second, 1)
-        await second.publish_anew(2, tensors(0))
 
 
 async def test_a_version_that_was_never_announced_is_announced_at_the_next_start(
