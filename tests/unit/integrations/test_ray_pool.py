@@ -157,23 +157,6 @@ def test_an_actor_that_ray_restarts_no_more_is_replaced(ray: StandInRayCluster, 
     assert len(ray.groups) == 3
 
 
-@pytest.mark.parametrize(
-    ("node", "replica", "why"),
-    [
-        (NODE, {**REPLICA, "prot": 1}, "prot"),
-        ({**NODE, "node": "n"}, REPLICA, "'node'"),
-        (NODE, {**REPLICA, "port": 1}, "'port'"),
-        ({**NODE, "unsigned": False}, REPLICA, "verify_key is missing"),
-    ],
-)
-def test_what_no_node_would_take_is_refused_before_ray_is_asked(
-    ray: StandInRayCluster, node: dict[str, Any], replica: dict[str, Any], why: str
-) -> None:
-    with pytest.raises(ConfigError, match=why):
-        importlib.import_module(POOL).DedicatedPool(1, 0, node=node, replica=replica)
-    assert not ray.groups
-
-
 # ---- files of its nodes ----
 
 
@@ -223,17 +206,26 @@ def test_without_a_proxy_turns_stay_on_their_machine_and_a_fenced_network_is_sai
 
 
 @pytest.mark.parametrize(
-    ("given", "proxy", "words"),
+    ("given", "more", "proxy", "words"),
     [
-        ({"proxy": {}}, None, "the pool sets 'proxy' itself"),
-        ({}, {"port": 1}, "the pool sets 'port' itself"),
-        ({}, {"insecur": True}, "proxy.insecur"),
-        ({"unsigned": False}, None, "verify_key is missing"),
+        ({"proxy": {}}, {}, None, "the pool sets 'proxy' itself"),
+        ({"node": "n"}, {}, None, "the pool sets 'node' itself"),
+        ({}, {"port": 1}, None, "the pool sets 'port' itself"),
+        ({}, {}, {"port": 1}, "the pool sets 'port' itself"),
+        ({}, {"prot": 1}, None, "prot"),
+        ({}, {}, {"insecur": True}, "proxy.insecur"),
+        ({"unsigned": False}, {}, None, "verify_key is missing"),
     ],
 )
-def test_what_a_pool_cannot_use_is_refused_before_anything_starts(
-    tmp_path: Path, given: dict[str, Any], proxy: dict[str, Any] | None, words: str
+def test_what_a_pool_cannot_use_is_refused_before_ray_is_asked(
+    ray: StandInRayCluster,
+    tmp_path: Path,
+    given: dict[str, Any],
+    more: dict[str, Any],
+    proxy: dict[str, Any] | None,
+    words: str,
 ) -> None:
-    each = PoolNode("rose-0", node(tmp_path, **given), replica(tmp_path), proxy)
+    kinds = {"node": node(tmp_path, **given), "replica": replica(tmp_path) | more, "proxy": proxy}
     with pytest.raises(ConfigError, match=words):
-        each.check()
+        importlib.import_module(POOL).DedicatedPool(1, 0, **kinds)
+    assert not ray.groups
