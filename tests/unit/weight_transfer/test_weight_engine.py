@@ -69,12 +69,16 @@ def read(root: Path | None, path: Path) -> bytes:
 def test_a_file_of_the_store_is_read(
     store: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = (store / "manifests" / name).read_bytes()
-    assert read(store, store / "manifests" / name) == expected
-    assert read(None, store / "manifests" / name) == expected
+    manifests = store / "manifests"
+    expected = (manifests / name).read_bytes()
     monkeypatch.chdir(store.parent)
-    assert read(Path("weights"), Path("weights/manifests") / name) == expected
-    assert read(store, store / "manifests" / ".." / "manifests" / name) == expected
+    for root, path in (
+        (store, manifests / name),
+        (None, manifests / name),
+        (Path("weights"), Path("weights/manifests") / name),
+        (store, manifests / ".." / "manifests" / name),
+    ):
+        assert read(root, path) == expected
 
 
 @pytest.mark.parametrize(
