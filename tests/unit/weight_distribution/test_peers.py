@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import aiohttp
 import pytest
@@ -34,6 +35,7 @@ from weight_transfer.catalog import ReadLeases
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import ChunkFetcher, PublisherClient
 from weight_transfer.fetch import fetcher as fetcher_module
+from weight_transfer.fetch.download import Download
 from weight_transfer.serve import Signer
 
 
@@ -222,7 +224,13 @@ async def test_what_nobody_expected_of_a_peer_ends_one_fetch(
             patch.setattr(Manifest, "from_bytes", broken)
             with pytest.raises(FetchError, match="RuntimeError"):
                 await fetcher.manifest("job", 1, url, key, base=True)
-        assert await fetcher.manifest("job", 1, url, key, base=True), "and the next one goes well"
+        manifest, _ = await fetcher.manifest("job", 1, url, key, base=True)
+        ref = manifest.chunks[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(Download, "run", AsyncMock(side_effect=RuntimeError("two\nlines")))
+            with pytest.raises(FetchError, match="RuntimeError"):
+                await fetcher.obtain(ref)
+        assert await fetcher.obtain(ref) == ref.encoded_bytes, "the next one goes well"
 
 
 async def test_a_version_that_was_signed_anew_reaches_a_node_through_a_relay(
