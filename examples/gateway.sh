@@ -8,11 +8,13 @@ set -euo pipefail
 
 mkdir -p run/logs
 
-# A new store lends nothing until an operator says so; `rose stop-all` takes everything back.
+# `--harvest ACTIVE` lends at once, without caps; leave it out, and nothing is lent before `rose policy` says so.
+# `rose stop-all` takes everything back.
 rose scheduler \
   --port 7400 \
   --store run/scheduler.sqlite \
   --log-dir run/logs \
+  --dashboard-port 7480 \
   --harvest ACTIVE &
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 trap 'exit 0' INT TERM
