@@ -77,8 +77,9 @@ def complete(_: Sphinx, name: str, source: list[str]) -> None:
     """Add to a page what it has on the site alone."""
     if name in OF_THE_ROOT:
         source[0] = at_root(name)
-    # Deeper pages lead to the README, which is the site's first page.
-    source[0] = source[0].replace("](../../README.md", "](../index.md")
+    # Pages of the repository's root have other names on the site.
+    for page, file in OF_THE_ROOT.items():
+        source[0] = re.sub(rf"\]\((?:\.\./)+{re.escape(file)}", f"](/{page}.md", source[0])
     if name == "index":
         source[0] += "".join(toctree(pages, caption) for caption, pages in CONTENTS.items())
     source[0] += toctree(CHILDREN[name]) if name in CHILDREN else ""
