@@ -55,7 +55,7 @@ test: unit engine
 # All of it: also what is marked `nightly`, an hour of deterministic chaos at most, and all that
 # needs a real API server, of which none may be skipped: one is built where none is named.
 NIGHTLY_SEEDS ?= 10000
-nightly: install install-sglang
+nightly: install install-sglang docs
 	-scripts/prometheus
 	-scripts/chromium
 	HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -q tests/unit -n 3 --dist loadfile --timeout=1800 --durations=25 $(ARGS)
