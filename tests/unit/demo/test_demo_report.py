@@ -29,10 +29,6 @@ def test_the_report_has_every_promised_field(reported: Path) -> None:
     assert {"name", "value", "ci95", "limit", "verdict", "why"} <= set(report["verdicts"][0])
 
 
-def test_a_report_follows_from_its_records(reported: Path) -> None:
-    assert verify(reported) == []
-
-
 def test_verify_names_each_field_that_was_changed(reported: Path) -> None:
     path = reported / "report.json"
     report = json.loads(path.read_text())
