@@ -397,6 +397,7 @@ class Updates:
         changed = (job, other_model) != (self._wanted, self._other_model)
         self._wanted, self._latest, self._other_model = job, latest, other_model
         if changed:
+            self.late = ""
             self._refusals = 0
             self._rebase = False
             self._wake.set()

@@ -511,7 +511,9 @@ async def test_another_jobs_version_is_never_taken_for_the_replicas_own(case: Up
     # Its catalog is of another job, and so is every manifest there.
     assert "job" in await case.noted("version_not_fetched")
     assert (case.updates.job, case.updates.version) == ("job", 2)
+    assert case.updates.late
     case.updates.serve("job", 2)
+    assert case.updates.late == "", "it was late for the other job alone"
     case.release(3)
     await case.active(3)
 
