@@ -35,34 +35,23 @@ _MAX_LIMITS: Final = 32
 _WINDOWS: Final = tuple(path for path, part in PARTS.items() if part is DailyWindow)
 # Place in the schema of the spec, the rule, and what to do if it does not hold.
 _RULES: Final = (
-    (
-        "",
-        "!has(self.mode) || self.mode != 'Active' || !has(self.maxHarvest)"
-        " || !has(self.maxHarvest.compute)"
-        " || self.maxHarvest.compute > 0.0",
-        "maxHarvest.compute 0 lends nothing, though mode is Active; raise it, or write mode Off",
-    ),
-    (
-        "",
-        "!has(self.mode) || self.mode != 'Active' || !has(self.maxHarvest)"
-        " || !has(self.maxHarvest.deploymentShare)"
-        " || self.maxHarvest.deploymentShare > 0.0",
-        "maxHarvest.deploymentShare 0 lends nothing, though mode is Active; raise it, or write"
-        " mode Off",
-    ),
-    (
-        "",
-        "!has(self.mode) || self.mode != 'Active' || !has(self.maxHarvest)"
-        " || !has(self.maxHarvest.nodes)"
-        " || (type(self.maxHarvest.nodes) == string ? self.maxHarvest.nodes != '0%'"
-        " : self.maxHarvest.nodes != 0)",
-        "maxHarvest.nodes 0 lends nothing, though mode is Active; raise it, or write mode Off",
-    ),
-    (
-        "",
-        "!has(self.mode) || self.mode != 'Active' || !has(self.maxHarvest)"
-        " || !has(self.maxHarvest.guests) || self.maxHarvest.guests > 0",
-        "maxHarvest.guests 0 lends nothing, though mode is Active; raise it, or write mode Off",
+    *(
+        (
+            "",
+            f"!has(self.mode) || self.mode != 'Active' || !has(self.maxHarvest)"
+            f" || !has(self.maxHarvest.{cap}) || {lends}",
+            f"maxHarvest.{cap} 0 lends nothing, though mode is Active; raise it, or write mode Off",
+        )
+        for cap, lends in (
+            ("compute", "self.maxHarvest.compute > 0.0"),
+            ("deploymentShare", "self.maxHarvest.deploymentShare > 0.0"),
+            (
+                "nodes",
+                "(type(self.maxHarvest.nodes) == string ? self.maxHarvest.nodes != '0%'"
+                " : self.maxHarvest.nodes != 0)",
+            ),
+            ("guests", "self.maxHarvest.guests > 0"),
+        )
     ),
     (
         "",

@@ -339,8 +339,11 @@ class CapacityGate:
         self._verdicts[node.name] = verdict
         return self._said(verdict) if verdict.settled else []
 
-    def outlook(self, policy: CapacityPolicy, nodes: Iterable[NodeFacts]) -> dict[str, NodeVerdict]:
-        """Return the verdict on each node if a policy were applied now; nothing is changed."""
+    def trial(self, policy: CapacityPolicy, nodes: Iterable[NodeFacts]) -> "CapacityGate":
+        """Return a gate to ask what would hold if a policy were applied now; this one is as it was.
+
+        It shares what was heard with this one: nothing may be told to it.
+        """
         trial = copy.copy(self)
         trial._policies = {**self._policies, policy.name: policy}
         trial._halted = {name: why for name, why in self._halted.items() if name != policy.name}
@@ -350,10 +353,11 @@ class CapacityGate:
         for each in facts:
             trial._effective[each.name] = effective(trial._counting, each.name, each.labels)
         beyond = trial._admit(facts)
-        return {
+        trial._verdicts = {
             each.name: trial._judged(each, beyond.get(each.name, ()), settled=True)
             for each in facts
         }
+        return trial
 
     def changed(self) -> None:
         """Record a change that verdicts depend on, so that the next `judge` judges at once."""

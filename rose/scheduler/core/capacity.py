@@ -12,10 +12,10 @@ answer, the policy stays in force for `staleAfter`, and then its nodes are held.
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
-from elastic_scheduler import HarvestMode, HarvestModes
+from elastic_scheduler import HarvestMode, HarvestModes, Lease, Offer
 from elastic_scheduler.capacity import (
     CLI,
     Advice,
@@ -155,25 +155,21 @@ class CapacityBook:
         self,
         policy: CapacityPolicy,
         nodes: Iterable[NodeView],
-        leased: Iterable[tuple[str, str]],
+        offers: Collection[Offer],
+        leases: Collection[Lease],
     ) -> tuple[list[str], list[str]]:
-        """Return nodes that a policy selects, and guests whose leases would end if it were applied.
-
-        leased: (guest, node) of each leased guest.
+        """Return nodes that a policy selects, and guests whose leases would end if it were
+        applied.
         """
         facts = [_fact(view) for view in nodes]
-        verdicts = self.gate.outlook(policy, facts)
         selected = [
             each.name for each in facts if policy.node_selector.matches(each.name, each.labels)
         ]
-        keeps = (HarvestMode.ACTIVE, HarvestMode.HOLD)
-        ends = [
-            guest
-            for guest, node in leased
-            if self.gate.mode_of(guest, node) in keeps
-            and stricter(self.stop.mode_of(guest), verdicts[node].mode) not in keeps
-        ]
-        return sorted(selected), sorted(ends)
+        now, then = (
+            {lease.replica for lease in gate.plan(offers, leases).release}
+            for gate in (self.gate, self.gate.trial(policy, facts))
+        )
+        return sorted(selected), sorted(then - now)
 
     def _stop_writes(self, event: HarvestSet) -> tuple[Write, ...]:
         self._check_mode(event)

@@ -331,13 +331,10 @@ class SchedulerCore:
         whose leases would end. Raises RefusedError.
         """
         changed = self.capacity.would_change(event)
-        nodes = {view.node: view for view in self._fleet.nodes}
-        leased = [
-            (each.offer.replica, each.offer.node)
-            for each in self.observed(now_s, budgets=False).replicas
-            if each.holder and each.offer.kind is ReplicaKind.GUEST and each.offer.node in nodes
-        ]
-        selected, ends = self.capacity.outlook(event.policy, nodes.values(), leased)
+        seen, nodes = self.observed(now_s, budgets=False), list(self._fleet.nodes)
+        offers = [each.offer for each in seen.replicas]
+        leases = [each.lease for each in seen.leases]
+        selected, ends = self.capacity.outlook(event.policy, nodes, offers, leases)
         return pb.ApplyPolicyReply(changed=changed, nodes=selected, ends=ends, attached=len(nodes))
 
     def policy_views(self, now_s: float) -> dict[str, PolicyView]:
