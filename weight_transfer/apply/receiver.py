@@ -236,8 +236,8 @@ class Receiver:
             after = overwritten(scratch, after, update, chunks)
         changes = compare(active.bits, bits, bits.size)
         assert changes is not None
-        indices, values = apply_changes(active.bits, changes.gaps, changes.codes)
-        return StagedTensor(name, Change(indices, active.bits[indices], values), after)
+        change = apply_changes(active.bits, changes.gaps, changes.codes)
+        return StagedTensor(name, change, after)
 
     def commit(self, staged: StagedUpdate) -> None:
         """Make `staged` the active version; committing the active version again is a no-op.

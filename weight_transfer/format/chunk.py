@@ -241,9 +241,8 @@ def decode_chunk(encoded: bytes, old: TensorBits, base_digest: int) -> Change:
     header = _header_for(encoded, old, base_digest)
     payload = memoryview(encoded)[HEADER.size :]
     base = header.block.cut(old.bits)
-    local, values = decode_payload(header.encoding, header.changed, payload, base)
-    replaced = base[local]
-    return Change(header.block.flat(local), replaced, values)
+    local = decode_payload(header.encoding, header.changed, payload, base)
+    return Change(header.block.flat(local.indices), local.old, local.new)
 
 
 def overwrite_chunk(encoded: bytes, tensor: TensorBits, base_digest: int) -> int:

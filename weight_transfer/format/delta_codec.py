@@ -34,7 +34,7 @@ from weight_transfer.errors import ChunkFormatError
 from weight_transfer.format.entropy import decode_compact, encode_compact
 from weight_transfer.format.tensors import Bits, Flat, WeightClass
 from weight_transfer.kernels.cpu import apply_changes, gaps_of
-from weight_transfer.kernels.processor import Difference, processor_of
+from weight_transfer.kernels.processor import Change, Difference, processor_of
 from weight_transfer.kernels.simd import all_equal, join_plane, split_plane
 
 PLANE_HEADER = struct.Struct("<BI")
@@ -261,10 +261,8 @@ def encode_payload(
     return sparse if sparse.size <= old.nbytes else _crowded(old, new, first)
 
 
-def decode_payload(
-    encoding: Encoding, changed: int, payload: memoryview, old: Bits
-) -> tuple[NDArray[np.int64], Bits]:
-    """Return (ascending changed indices in the range, their new bits), given the range's old bits.
+def decode_payload(encoding: Encoding, changed: int, payload: memoryview, old: Bits) -> Change:
+    """Return the change of a range's old bits, its indices ascending.
 
     Raises ChunkFormatError for any payload that is not the encoding of exactly `changed` changes.
     """
@@ -274,25 +272,25 @@ def decode_payload(
         return decode_compact(payload, changed, old)
     reader = PlaneReader(payload)
     if encoding is Encoding.EMPTY:
-        indices, new = np.zeros(0, dtype=np.int64), old[:0]
+        change = Change(np.zeros(0, dtype=np.int64), old[:0], old[:0])
     elif encoding is Encoding.DENSE:
         dense = decode_dense(changed, payload, old)
         if changed == old.size:
-            return np.arange(changed, dtype=np.int64), dense
+            return Change(np.arange(changed, dtype=np.int64), old.copy(), dense)
         indices = np.flatnonzero(dense != old)
-        return indices, dense[indices]
+        return Change(indices, old[indices], dense[indices])
     else:
         read = _read_gaps if encoding is Encoding.SPARSE else _read_bitmap
         gaps = read(reader, changed, old.size)
         codes = reader.integers(changed, old.itemsize, old.dtype)
         try:
-            indices, new = apply_changes(old, gaps, codes)
+            change = apply_changes(old, gaps, codes)
         except ValueError as error:
             raise ChunkFormatError(f"{error}; fetch the chunk again") from error
     reader.finish()
-    if indices.size != changed:
-        raise ChunkFormatError(f"{indices.size} changes found where {changed} were claimed")
-    return indices, new
+    if change.indices.size != changed:
+        raise ChunkFormatError(f"{change.indices.size} changes found where {changed} were claimed")
+    return change
 
 
 def decode_dense(changed: int, payload: memoryview, old: Bits) -> Bits:

@@ -24,7 +24,7 @@ from weight_transfer.errors import ChunkFormatError
 from weight_transfer.format.tensors import Bits, WeightClass
 from weight_transfer.kernels import range_coder
 from weight_transfer.kernels import range_coder as kernels
-from weight_transfer.kernels.processor import Difference
+from weight_transfer.kernels.processor import Change, Difference
 
 _HEAD = struct.Struct("<BBBBHII")
 _CLASS = struct.Struct("<BBI")
@@ -76,9 +76,8 @@ def encode_compact(difference: Difference, kind: WeightClass) -> bytes:
     return b"".join((head, table, coded.tobytes(), raw.tobytes()))
 
 
-def decode_compact(payload: memoryview, changed: int, old: Bits) -> tuple[NDArray[np.int64], Bits]:
-    """Return (indices i64[changed], new weights) of a `compact` payload, given the range's old
-    weights.
+def decode_compact(payload: memoryview, changed: int, old: Bits) -> Change:
+    """Return the change of a range's old weights that a `compact` payload says.
 
     Raises ChunkFormatError for bytes that no encoder writes.
     """
@@ -96,7 +95,8 @@ def decode_compact(payload: memoryview, changed: int, old: Bits) -> tuple[NDArra
         raise ChunkFormatError("compact chunk counts other changes than its header")
     body = np.frombuffer(payload, np.uint8)[_HEAD.size + table_size :]
     gaps, codes = _entropy_decoded(body, coded_size, classes, changed, old)
-    indices, values = np.empty(changed, np.int64), np.empty(changed, old.dtype)
+    indices = np.empty(changed, np.int64)
+    replaced, values = np.empty((2, changed), old.dtype)
     wrong = kernels.place(
         old,
         shift,
@@ -108,11 +108,12 @@ def decode_compact(payload: memoryview, changed: int, old: Bits) -> tuple[NDArra
         classes.starts(),
         classes.counts,
         indices,
+        replaced,
         values,
     )
     if wrong:
         raise ChunkFormatError("a changed index lies outside the chunk's rows")
-    return indices, values
+    return Change(indices, replaced, values)
 
 
 def _entropy_coded(

@@ -204,20 +204,19 @@ def sum_rectangle(
     return total
 
 
-def apply_changes(
-    old: Bits, gaps: NDArray[np.uint32], codes: Bits
-) -> tuple[NDArray[np.int64], Bits]:
-    """Return (flat indices, new values) of changes given as gaps and codes, without writing them.
+def apply_changes(old: Bits, gaps: NDArray[np.uint32], codes: Bits) -> Change:
+    """Return the change of `old` that gaps and codes say, without writing it.
 
     Raises ValueError for an index outside of `old` and for a change of nothing.
     """
-    indices, values = np.empty(codes.size, np.int64), np.empty(codes.size, old.dtype)
-    state = _expand(old, gaps, codes, indices, values)
+    indices = np.empty(codes.size, np.int64)
+    replaced, values = np.empty((2, codes.size), old.dtype)
+    state = _expand(old, gaps, codes, indices, replaced, values)
     if state == _OUTSIDE:
         raise ValueError("a changed index lies outside the chunk's rows")
     if state == _NOTHING:
         raise ValueError("a change of nothing is listed")
-    return indices, values
+    return Change(indices, replaced, values)
 
 
 def gaps_of(bitmap: NDArray[np.uint8], size: int, count: int) -> NDArray[np.uint32] | None:
@@ -335,7 +334,12 @@ def _growth(
 
 @compiled
 def _expand(
-    old: Bits, gaps: NDArray[np.uint32], codes: Bits, indices: NDArray[np.int64], values: Bits
+    old: Bits,
+    gaps: NDArray[np.uint32],
+    codes: Bits,
+    indices: NDArray[np.int64],
+    replaced: Bits,
+    values: Bits,
 ) -> int:
     one = np.uint64(1)
     index = -1
@@ -349,7 +353,8 @@ def _expand(
         prefetch(old, indices[min(k + AHEAD, gaps.size - 1)])
         code = np.uint64(codes[k])
         delta = (code >> one) ^ (np.uint64(0) - (code & one))
-        values[k] = np.uint64(old[indices[k]]) + delta
+        replaced[k] = old[indices[k]]
+        values[k] = np.uint64(replaced[k]) + delta
         nothing |= np.int64(code == np.uint64(0))
     return _NOTHING if nothing else 0
 

@@ -401,12 +401,13 @@ def place(
     starts: Ints,
     counts: Ints,
     indices: NDArray[np.int64],
+    replaced: Bits,
     values: Bits,
 ) -> int:
-    """Write the index and new value of each change to `indices` and `values`, ascending.
+    """Write index, old and new value of each change to `indices`, `replaced` and `values`.
 
-    Return 0, or WRONG when a change lies behind the last weight. `starts`, `counts` [present.size]:
-    each class's part of `rank_gaps` and `codes`; both are used up.
+    Indices ascend. Return 0, or WRONG when a change lies behind the last weight. `starts`,
+    `counts` [present.size]: each class's part of `rank_gaps` and `codes`; both are used up.
     """
     one = np.uint64(1)
     kinds = np.zeros(_STRETCH, np.uint8)
@@ -439,7 +440,8 @@ def place(
                     return WRONG
                 code = np.uint64(codes[slots[bit]])
                 indices[found] = index
-                values[found] = np.uint64(old[index]) + (
+                replaced[found] = old[index]
+                values[found] = np.uint64(replaced[found]) + (
                     (code >> one) ^ (np.uint64(0) - (code & one))
                 )
                 found += 1

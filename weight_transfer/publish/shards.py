@@ -456,8 +456,8 @@ class ShardEncoder:
         encoded = self._store.get(ref.id)
         header = parse_header(encoded)
         payload = memoryview(encoded)[HEADER.size :]
-        indices, values = decode_payload(header.encoding, header.changed, payload, part.bits)
-        part.bits[indices] = values
+        change = decode_payload(header.encoding, header.changed, payload, part.bits)
+        part.bits[change.indices] = change.new
 
     def _encoded(
         self, digests: Mapping[str, int], step: Callable[[HeldPart], tuple[Bits, Bits]]

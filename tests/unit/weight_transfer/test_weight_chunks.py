@@ -234,9 +234,10 @@ def test_any_change_of_any_width_comes_back(
     found = cpu.compare(old, new, size, 0)
     assert found is not None
     payload = encode_compact(found, KINDS[width])
-    indices, values = decode_compact(memoryview(payload), found.count, old)
-    np.testing.assert_array_equal(indices, np.flatnonzero(old != new))
-    np.testing.assert_array_equal(values, new[indices])
+    change = decode_compact(memoryview(payload), found.count, old)
+    np.testing.assert_array_equal(change.indices, np.flatnonzero(old != new))
+    np.testing.assert_array_equal(change.old, old[change.indices])
+    np.testing.assert_array_equal(change.new, new[change.indices])
 
 
 @pytest.mark.parametrize(
@@ -260,9 +261,9 @@ def test_an_empty_class_and_a_full_one_cost_next_to_nothing() -> None:
     assert found is not None
     payload = encode_compact(found, KINDS[2])
     assert len(payload) < 9_000 / 8 * 1.5, "a bit for each sign and next to nothing for places"
-    indices, values = decode_compact(memoryview(payload), found.count, old)
-    np.testing.assert_array_equal(values, new[:9_000])
-    np.testing.assert_array_equal(indices, np.arange(9_000))
+    change = decode_compact(memoryview(payload), found.count, old)
+    np.testing.assert_array_equal(change.new, new[:9_000])
+    np.testing.assert_array_equal(change.indices, np.arange(9_000))
 
 
 def test_a_compact_payload_that_contradicts_its_head_is_refused() -> None:
