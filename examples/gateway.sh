@@ -8,21 +8,20 @@ set -euo pipefail
 
 mkdir -p run/logs
 
-# `--harvest ACTIVE` lends at once, without caps; leave it out, and nothing is lent before `rose policy` says so.
+# Nothing is lent before a policy says `mode: Active`: rose policy set everywhere mode=Active
 # `rose stop-all` takes everything back.
 rose scheduler \
   --port 7400 \
   --store run/scheduler.sqlite \
   --log-dir run/logs \
-  --dashboard-port 7480 \
-  --harvest ACTIVE &
+  --dashboard-port 7480 &
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 trap 'exit 0' INT TERM
 
 # For prompts that are text add --tokenizer models/policy; prompts of token ids need none.
 # A guest takes minutes to start, on a busy machine: turns wait for it, and for each version.
 rose gateway \
-  --port 8000 \
+  --port 7450 \
   --scheduler 127.0.0.1:7400 \
   --queue-wait-s 600 --version-wait-s 600 \
   --log-dir run/logs &

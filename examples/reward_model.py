@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
-GATEWAY = os.environ.get("ROSE_GATEWAY", "http://127.0.0.1:8000")
+GATEWAY = os.environ.get("ROSE_GATEWAY", "http://127.0.0.1:7450")
 JOB = "reward"
 TEXTS_A_CALL, AT_ONCE = 16, 8
 

@@ -1,12 +1,11 @@
 """A trainer: it gets turns from the gateway, and publishes a new policy version after each step.
 
-python examples/trainer.py models/policy
+python examples/trainer.py
 
 Started again it goes on from the version that it published last.
 """
 
 import asyncio
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +42,7 @@ async def train(model: Path, steps: int = 3) -> None:
     root = Path("run/published")
     settings = PublisherSettings(checkpoint=model)
     publisher = WeightPublisher("job", "127.0.0.1:7400", root, 7500, key, settings=settings)
-    async with RolloutClient("http://127.0.0.1:8000", timeout_s=600) as client, publisher:
+    async with RolloutClient("http://127.0.0.1:7450", timeout_s=600) as client, publisher:
         first, weights = await begin(publisher, weights)
         for version in range(first, first + steps):
             sampling = Sampling(max_tokens=8, seed=version)
@@ -55,4 +54,4 @@ async def train(model: Path, steps: int = 3) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(train(Path(sys.argv[1])))
+    asyncio.run(train(Path("models/policy")))

@@ -333,7 +333,7 @@ class Node(Strict):
         "the node's file, but for what the chart sets; `replicas` run in mode Active alone",
         NodeValues(discover={"folder": "/run/rose"}),
     )
-    metrics_port: Port = _said("of /metrics; on loopback unless `monitoring.podMonitor`", 9100)
+    metrics_port: Port = _said("of /metrics; on loopback unless `monitoring.podMonitor`", 7490)
     proxy_port: Port = _said("gateways reach guests by it, in mode Active", 7410)
     node_selector: Labels = _said(
         "label off: ROSE leaves the machine", {"rose.dev/harvest": "enabled"}

@@ -28,7 +28,10 @@ GROUPS: Final = {
     ),
     "Policies": ("policy",),
     "Stopping": ("hold", "drain", "stop-all", "resume", "harvest", "revoke", "kill", "unkill"),
-    "Setting up": ("certs", "token", "store", "completion", "doctor", "support-bundle", "profile"),
+    "Setting up": (
+        *("init", "certs", "token", "store", "completion", "doctor", "support-bundle"),
+        "profile",
+    ),
     "Simulating": ("sim",),
     "Weights": ("weights", "publish", "relay"),
     "Processes": ("scheduler", "gateway", "node", "front", "demo"),

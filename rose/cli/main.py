@@ -22,6 +22,7 @@ from rose.errors import RoseError
 from rose.release import release
 
 COMMANDS: Final = {
+    "init": ("rose.cli.machine.init", "write the files that start ROSE on this machine"),
     "scheduler": ("rose.main.scheduler", "lease what nodes offer to jobs"),
     "gateway": ("rose.main.gateway", "route rollout turns to leased replicas"),
     "node": ("rose.main.node", "guard the hosts of this machine and run its guests"),

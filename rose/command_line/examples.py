@@ -10,12 +10,13 @@ from typing import Final
 
 EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
+        "init": ("rose init --host-model models/host --policy models/policy",),
         "status": ("rose status", "rose status --watch 5", "rose status -o json"),
         "nodes": ("rose nodes", "rose nodes serving-0 -o yaml"),
         "replicas": ("rose replicas --node serving-0", "rose replicas --job grpo -o json"),
         "top": ("rose top", "rose top --node serving-0 --once"),
         "jobs": ("rose jobs", "rose jobs show grpo", "rose jobs end grpo --dry-run"),
-        "explain": ("rose explain episode-1 --gateway http://127.0.0.1:8000",),
+        "explain": ("rose explain episode-1 --gateway http://127.0.0.1:7450",),
         "policy": ("rose policy explain serving-0",),
         "policy get": ("rose policy get", "rose policy get chat -o yaml"),
         "policy apply": (
@@ -53,7 +54,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "rose support-bundle --out help.tar.gz --log-dir run/s1 --scheduler 127.0.0.1:7400",
         ),
         "doctor": ("rose doctor --scheduler 127.0.0.1:7400", "rose doctor --config node.json"),
-        "compare": ("rose compare serving-0 --metrics http://127.0.0.1:9100/metrics --dry-run",),
+        "compare": ("rose compare serving-0 --metrics http://127.0.0.1:7490/metrics --dry-run",),
         "sim": ("rose sim compare frozen_lake-8b --policies fixed,paper,rose",),
         "sim run": (
             "rose sim run frozen_lake-8b --policy rose --steps 2 -o json",
@@ -90,7 +91,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "rose completion fish > ~/.config/fish/completions/rose.fish",
         ),
         "scheduler": ("rose scheduler --store run/rose.sqlite --log-dir run/s1 --port 7400",),
-        "gateway": ("rose gateway --port 8000 --scheduler 127.0.0.1:7400",),
+        "gateway": ("rose gateway --port 7450 --scheduler 127.0.0.1:7400",),
         "node": ("rose node --config node.json",),
         "front": ("rose front --port 8100 --weights-root outputs",),
         "publish": ("rose publish --watch outputs/checkpoints --job grpo",),

@@ -1,8 +1,8 @@
-"""The examples, run as the README says: a host, a guest beside it, and a trainer that publishes."""
+"""The README's walk, its commands as they are printed: a host, a guest beside it, and a trainer."""
 
-import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,30 +14,24 @@ from pathlib import Path
 import pytest
 from tiny_model import VOCABULARY, save_tiny_model
 
-from rose.addresses import free_ports
 from tests.harness.waiting import until
-from weight_transfer import SigningKey
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1_200)]
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# Options of a small engine without a GPU.
-SMALL = ("--enforce-eager", "--kv-cache-memory-bytes=67108864", "--max-model-len=512")
+README = Path(__file__).resolve().parents[2] / "README.md"
 BIN = Path(sys.executable).parent
 # A guest yields to all other work of the machine, its start included.
 READY_S = 480.0
 
 
-def without_gpu(path: Path) -> None:
-    """Leave the GPU out of a node's file, and make its guest a small one."""
-    config = json.loads(path.read_text())
-    for engine in (config["host"], *config["replicas"]):
-        del engine["device"]
-    config["replicas"][0] |= {"kv_bytes": 64 << 20, "max_model_len": 512}
-    config["verify_key"] = SigningKey.load(path.parents[1] / "run/trainer.key").verify_key.hex
-    # One folder for each test.
-    config["run_dir"] = str(path.parents[1] / "run/node")
-    path.write_text(json.dumps(config))
+def walk() -> list[list[str]]:
+    """The README's commands of an own machine, but for the installation."""
+    section = (
+        README.read_text().partition("## Use it on your own machines")[2].partition("\n## ")[0]
+    )
+    blocks = re.findall(r"^```\n(.*?)^```", section, re.M | re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [shlex.split(line) for line in lines if not line.startswith("pip ")]
 
 
 def save_model(folder: Path) -> None:
@@ -53,19 +47,9 @@ def save_model(folder: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder as the README's reader has it, with ports that are free here."""
-    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    """A folder with the models of the README's reader."""
     for model in ("host", "policy"):
         save_model(tmp_path / "models" / model)
-    (tmp_path / "run").mkdir()
-    SigningKey.generate().save(tmp_path / "run/trainer.key")
-    ports = ("7400", "7500", "8000", "8001", "8100", "9100")
-    free = dict(zip(ports, map(str, free_ports(len(ports))), strict=True))
-    for path in (tmp_path / "examples").iterdir():
-        if path.is_file():
-            there = re.compile(rf"\b({'|'.join(ports)})\b")
-            path.write_text(there.sub(lambda port: free[port[1]], path.read_text()))
-    without_gpu(tmp_path / "examples/node.json")
     return tmp_path
 
 
@@ -81,7 +65,7 @@ def environment() -> dict[str, str]:
 @contextmanager
 def running(folder: Path, *argv: str) -> Iterator[Path]:
     """Run a command in `folder` until the block ends; give its log."""
-    log = folder / f"{Path(argv[0]).stem}.log"
+    log = folder / f"{Path(argv[0]).stem}-{len(argv)}.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
             argv, cwd=folder, env=environment(), stdout=out, stderr=out, start_new_session=True
@@ -97,10 +81,10 @@ def running(folder: Path, *argv: str) -> Iterator[Path]:
             process.wait(30)
 
 
-def trained(folder: Path) -> tuple[list[int], int]:
-    """The versions that a life of the trainer published, and how many turns the guest made."""
-    trainer = subprocess.run(
-        [sys.executable, "examples/trainer.py", "models/policy"],
+def ran(folder: Path, *argv: str) -> str:
+    """The output of a command, which has to end well."""
+    ended = subprocess.run(
+        argv,
         cwd=folder,
         env=environment(),
         capture_output=True,
@@ -108,22 +92,39 @@ def trained(folder: Path) -> tuple[list[int], int]:
         timeout=READY_S,
         check=False,
     )
-    assert trainer.returncode == 0, trainer.stderr
-    versions = re.findall(r"^version (\d+)", trainer.stdout, re.M)
-    return list(map(int, versions)), trainer.stdout.count("guest-0")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
 
 
 def test_a_reader_of_the_readme_gets_turns_of_each_version_and_trains_again(folder: Path) -> None:
+    init, host, gateway, node, lend, train = walk()
+    # A name of its own: two tests may run on one machine.
+    name = f"walk-{os.getpid()}"
+    said = ran(folder, *init, "--node", name)
+    # Another process may have the usual port.
+    asked = re.search(r" --scheduler \S+$", said, re.M)
+    scheduler = asked[0].split() if asked else []
     with ExitStack() as started:
-        host = started.enter_context(running(folder, "examples/host.sh", "models/host", *SMALL))
-        until(lambda: "Application startup complete" in host.read_text(), READY_S, "the host is up")
-        started.enter_context(running(folder, "examples/gateway.sh"))
-        node = [str(BIN / "rose"), "node", "--config", "examples/node.json"]
+        started.callback(shutil.rmtree, f"/dev/shm/rose-{name}", ignore_errors=True)
+        started.callback(Path(f"/dev/shm/rose-{name}-page").unlink, missing_ok=True)
+        log = started.enter_context(running(folder, *host))
+        until(lambda: "Application startup complete" in log.read_text(), READY_S, "the host is up")
+        started.enter_context(running(folder, *gateway))
         started.enter_context(running(folder, *node))
-        first = trained(folder)
-        again = trained(folder)
+        explain = ("rose", "policy", "explain", name, *scheduler)
+        until(lambda: "would: lends" in ran(folder, *explain), READY_S, "it says what it would do")
+        ran(folder, *lend, *scheduler)
+        first = trained(folder, *train)
+        again = trained(folder, *train)
         shutil.rmtree(folder / "run/published")
-        anew = trained(folder)
+        anew = trained(folder, *train)
     assert first == ([1, 2, 3], 3), "each turn was generated by the guest"
     assert again == ([4, 5, 6], 3), "it went on from its root"
     assert anew == ([8, 9, 10], 3), "version 7 was its base"
+
+
+def trained(folder: Path, *argv: str) -> tuple[list[int], int]:
+    """The versions that a life of the trainer published, and how many turns the guest made."""
+    printed = ran(folder, *argv)
+    versions = re.findall(r"^version (\d+)", printed, re.M)
+    return list(map(int, versions)), printed.count("guest-0")

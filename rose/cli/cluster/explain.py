@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     # The import takes long, and most commands ask no gateway.
     from rose.contract.gateway import Choosing
 
-DEFAULT_GATEWAY = "http://127.0.0.1:8000"
+DEFAULT_GATEWAY = "http://127.0.0.1:7450"
 EXPLAIN_TIMEOUT_S = 5.0
 # A choice in a large fleet weighs a dozen replicas; the cheapest few explain it.
 SHOWN = 5

@@ -17,6 +17,7 @@ import yaml
 
 from elastic_scheduler.capacity import docs_table, effective, read_policies
 from executor.engine_settings import EngineSettings
+from rose.cli.machine.init import examples
 from rose.client import RolloutClient
 from rose.errors import ConfigError
 from rose.integrations import TrainerSettings
@@ -95,6 +96,11 @@ def test_the_table_of_policy_fields_is_current() -> None:
     assert table == docs_table(), "write what docs_table() returns between the two marks"
 
 
+def test_files_that_rose_init_writes_are_its_own() -> None:
+    for name, text in examples().items():
+        assert (EXAMPLES / name).read_text() == text, "run scripts/examples"
+
+
 @pytest.mark.parametrize(
     ("script", "module", "model"),
     [
@@ -105,7 +111,7 @@ def test_the_table_of_policy_fields_is_current() -> None:
 def test_the_host_gets_an_environment_that_its_plugin_takes(
     tmp_path: Path, script: str, module: str, model: str, node: NodeConfig
 ) -> None:
-    [(argv, environ)] = called(tmp_path, script, "python", "models/host", "--port", "8002")
+    [(argv, environ)] = called(tmp_path, script, "python", "--port", "8002")
     assert argv[:2] == ["-m", module]
     assert argv[argv.index(model) + 1] == "models/host"
     assert argv[-2:] == ["--port", "8002"], "options of the caller come last"

@@ -476,7 +476,7 @@ def test_scrapers_ask_for_the_name_of_the_role() -> None:
     assert endpoint["tlsConfig"]["serverName"] == server_name(Role.NODE, "rose")
     assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == "own-nodes"
     peers = found["NetworkPolicy/r-node"]["spec"]["ingress"][1]
-    assert peers["ports"] == [{"protocol": "TCP", "port": 9100}]
+    assert peers["ports"] == [{"protocol": "TCP", "port": 7490}]
 
 
 def test_the_trainers_job_keeps_its_name_in_prometheus() -> None:

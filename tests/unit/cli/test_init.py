@@ -1,0 +1,155 @@
+"""`rose init`: the files that start ROSE on a machine."""
+
+import json
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rose.addresses import free_port
+from rose.cli.machine import init
+from rose.cli.main import main
+from rose.engines import EngineKind
+from rose.node.config import NodeConfig
+from tests.fakes.nvml import card
+from weight_transfer import SigningKey
+
+VLLM = ("vllm.entrypoints.openai.api_server", "--model")
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a model, on a machine without servers and without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "policy").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / "policy" / name).write_text('{"max_position_embeddings": 256}')
+    monkeypatch.setattr(init, "servers", list)
+    monkeypatch.setattr(init, "cards", tuple)
+
+
+def rose_init(*words: str) -> int:
+    return main(["init", "--policy", "policy", *words])
+
+
+@contextmanager
+def stand_in_server(words: Sequence[str], environment: dict[str, str]) -> Iterator[int]:
+    """A process called vllm that sleeps, with these words behind it; yields its id."""
+    script = Path("vllm").absolute()
+    script.write_text("import sys; print(flush=True); sys.stdin.read()")
+    argv = [sys.executable, str(script), *words]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+    finally:
+        process.communicate()
+
+
+def test_what_it_writes_starts_a_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rose_init("--host-model", "org/model") == 0
+    folder = tmp_path / "run"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700, "a command line may have secrets"
+    config = NodeConfig.load(folder / "node.json")
+    key = SigningKey.load(folder / init.KEY)
+    [guest] = config.replicas
+    assert config.verify_key == key.verify_key.hex
+    assert (guest.model_dir, guest.device) == (tmp_path / "policy", None)
+    assert guest.max_model_len == 256, "the model is made for no more"
+    assert config.host is not None
+    assert f"export ROSE_CONTROL_PAGE={config.host.page}\n" in (folder / "host.sh").read_text()
+    assert "--model org/model" in (folder / "host.sh").read_text()
+    assert "--harvest" not in (folder / "gateway.sh").read_text(), "nothing is lent by itself"
+    said = capsys.readouterr().out
+    for command in ("run/host.sh", "run/gateway.sh", "rose node --config run/node.json"):
+        assert f"  {command}\n" in said
+
+
+def test_ports_that_are_taken_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = free_port()
+    monkeypatch.setitem(init.PORTS, "scheduler", taken)
+    with socket.create_server(("127.0.0.1", taken)):
+        assert rose_init("--host-model", "m") == 0
+    scheduler = json.loads((tmp_path / "run/node.json").read_text())["scheduler"]
+    assert scheduler != f"127.0.0.1:{taken}"
+    assert f"  --port {scheduler.rpartition(':')[2]} \\\n" in (
+        (tmp_path / "run/gateway.sh").read_text()
+    )
+    said = capsys.readouterr().out
+    assert f"rose policy set everywhere mode=Active --scheduler {scheduler}" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "engine", "devices"),
+    [
+        (VLLM, {"CUDA_VISIBLE_DEVICES": "3"}, EngineKind.VLLM, "3"),
+        (("serve", "./policy"), {}, EngineKind.VLLM, ""),
+        (("sglang.launch_server", "--model-path"), {}, EngineKind.SGLANG, ""),
+        (VLLM, {"ROSE_ROLE": "guest"}, None, ""),
+        (("bench",), {}, None, ""),
+    ],
+)
+def test_a_server_is_known_by_its_command_line(
+    words: Sequence[str], environment: dict[str, str], engine: EngineKind | None, devices: str
+) -> None:
+    with stand_in_server(words, environment) as pid:
+        found = init.Server.of(psutil.Process(pid))
+    assert (found and found.engine) == engine
+    if found:
+        assert found.devices == devices
+        there = [str(Path(word).absolute()) if "/" in word else word for word in words]
+        assert list(found.words[2:]) == there
+
+
+def test_the_host_is_the_server_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("python", "-m", *VLLM, "big model", "--port", "8000", "-tp", "1")
+    server = init.Server(7, EngineKind.VLLM, words, "1")
+    monkeypatch.setattr(init, "servers", lambda: [server])
+    monkeypatch.setattr(init, "cards", lambda: (card(index=0), card(index=1)))
+    assert rose_init("over there") == 0
+    script = (tmp_path / "over there/host.sh").read_text()
+    assert (
+        "exec python -m vllm.entrypoints.openai.api_server \\\n  --model 'big model' \\\n" in script
+    )
+    assert "CUDA_VISIBLE_DEVICES=1\n" in script
+    assert f"mkdir -p '{tmp_path}/over there/logs'\n" in (
+        (tmp_path / "over there/gateway.sh").read_text()
+    )
+    assert NodeConfig.load(tmp_path / "over there/node.json").replicas[0].device == 1
+
+
+SERVER = init.Server(7, EngineKind.VLLM, ("vllm", "serve", "m"), "0,1")
+
+
+@pytest.mark.parametrize(
+    ("servers", "words", "error"),
+    [
+        ([], [], "no vLLM or SGLang server of yours runs here; name the model of one to start by"),
+        ([SERVER] * 2, [], "2 servers of yours run here (process 7, process 7); name the model"),
+        ([SERVER], [], "process 7 has the GPUs 0,1, and a guest shares one; start another host by"),
+        ([], ["--host-model", "m", "policy"], "policy is not empty; name another folder, or"),
+        ([], ["--host-model", "m", "--policy", "no"], "no has no config.json; give a folder in"),
+        ([], ["--host-model", "m", "--gpu", "1"], "the NVIDIA driver sees no GPU; run on a"),
+    ],
+)
+def test_what_is_missing_is_one_line_and_nothing_is_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    servers: list[init.Server],
+    words: list[str],
+    error: str,
+) -> None:
+    monkeypatch.setattr(init, "servers", lambda: servers)
+    assert rose_init(*words) == 2
+    assert capsys.readouterr().err.startswith(f"rose: {error}")
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
