@@ -14,19 +14,24 @@ cache, and the pool counts itself smaller by them, so that vLLM's own accounting
 the prefix cache) stays right.
 """
 
+import inspect
+import re
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice, takewhile
 from typing import Final, Generic, TypeVar
 
+from executor.errors import ExecutorError
 from executor.kv.backing import HeldGranules, PageBackend
 from executor.kv.shrink_plan import Granules, GranuleUse
-from executor.vllm.compat import BlockPoolSurface, BlockSurface
+from executor.vllm.compat import TESTED, BlockPoolSurface, BlockSurface
 
 COLD_SHARE: Final = 1 / 8
 # Bounds the work of one allocation in a large pool.
 MOST_COLD: Final = 64
 
+_CALL: Final = re.compile(r"free_block_queue\.(\w+)")
 Block = TypeVar("Block", bound=BlockSurface)
 
 
@@ -181,6 +186,17 @@ class GranuleQueue(Generic[Block]):
             self._by_free[self.free_in(granule)][granule] = None
 
 
+def _check_calls(pool: type, queue: object) -> None:
+    """Raise ExecutorError if a class of pools uses a name of its free queue that `queue` lacks."""
+    source = inspect.getsource(sys.modules[pool.__module__])
+    for name in _CALL.findall(source):
+        if not hasattr(queue, name):
+            raise ExecutorError(
+                f"this vLLM's block pool uses {name} of its free queue, which ROSE's does not"
+                f" have; install one of {', '.join(TESTED)}"
+            )
+
+
 class BalloonedPool(HeldGranules):
     """Balloon over vLLM's block pool: takes granules (runs of blocks) out and puts them back.
 
@@ -190,6 +206,7 @@ class BalloonedPool(HeldGranules):
     def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._pool = pool
         self._queue = self._queue_of(granules, pool.free_block_queue.get_all_free_blocks())
+        _check_calls(type(pool), self._queue)
         pool.free_block_queue = self._queue
         super().__init__(granules, pages)
 

@@ -22,6 +22,7 @@ from executor.errors import ExecutorError
 from executor.guest.gate_client import StartGate
 from executor.vllm.compat import check_version
 from executor.vllm.kv_backing import block_outermost_first, check_views, packed, reserve_kv
+from executor.vllm.surfaces import WORKER
 
 _log = logging.getLogger("vllm.rose.worker")
 
@@ -123,7 +124,7 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
         start without memory that it can return: raises ExecutorError.
         """
         try:
-            check_version()
+            check_version(WORKER)
             config = packed(kv_cache_config)
             size = max((tensor.size for tensor in config.kv_cache_tensors), default=0)
             memory = self._reserved(size)

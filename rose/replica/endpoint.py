@@ -177,7 +177,9 @@ class ReplicaEndpoint:
         """
         if not self._active:
             return
-        check_version()
+        from rose.replica.vllm import SURFACES
+
+        check_version(SURFACES)
         self.attach(app)
 
     def attach(self, app: FastAPI) -> None:

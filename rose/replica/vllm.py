@@ -52,11 +52,31 @@ from rose.replica.engine import (
 )
 from rose.replica.token_versions import UNNAMED, KvStaleness, Start, split_spans
 from rose.tracing import TraceContext
+from weight_transfer.vllm.worker import SURFACES as WEIGHT_SURFACES
 
 _ENGINE_SAYS: Final = hasattr(RequestState, "track_weight_version")
 _UNAVAILABLE: Final = 503
 _of_engines: "Final[WeakKeyDictionary[Any, Stamps]]" = WeakKeyDictionary()
 _ENDS: "Final[WeakKeyDictionary[Any, tuple[int, ...]]]" = WeakKeyDictionary()
+
+
+SURFACES: Final = (
+    *WEIGHT_SURFACES,
+    "v1.engine.async_llm:AsyncLLM.add_request(request_id, prompt, params, priority, trace_headers)",
+    "v1.engine.async_llm:AsyncLLM.abort(request_id, internal)",
+    "v1.engine.async_llm:AsyncLLM.collective_rpc(method, args)",
+    "v1.engine.async_llm:AsyncLLM.resume_generation",
+    "v1.engine.async_llm:AsyncLLM.is_paused",
+    "v1.engine.async_llm:AsyncLLM.reset_prefix_cache",
+    "v1.engine.async_llm:AsyncLLM[engine_core, output_processor, vllm_config, renderer]",
+    "v1.engine.core_client:AsyncMPClient.pause_scheduler_async(mode, clear_cache)",
+    "v1.engine.output_processor:OutputProcessor[request_states]",
+    "v1.engine.output_processor:RequestState[queue]",
+    "v1.engine.output_processor:RequestOutputCollector.get_nowait",
+    "v1.engine.output_processor:RequestOutputCollector.put",
+    "inputs.engine:tokens_input(prompt_token_ids, cache_salt)",
+)
+"""Names of vLLM that turns and updates of a replica use (`executor.engine_surfaces`)."""
 
 
 class _NeverRaisedError(Exception):

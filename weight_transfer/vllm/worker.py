@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from weight_transfer.apply.probe import probe_prompt
 from weight_transfer.apply.replica_weights import WeightMethods
@@ -23,6 +23,28 @@ if TYPE_CHECKING:
 
 _CONFIG = "_rose_vllm_config"
 """Attribute of a skeleton model: the vLLM configuration with its own table of layers."""
+
+
+SURFACES: Final = (
+    "model_executor.model_loader.utils:initialize_model(vllm_config, model_config)",
+    "model_executor.model_loader.utils:process_weights_after_loading(model, model_config,"
+    " target_device)",
+    "utils.torch_utils:set_default_torch_dtype",
+    "config.vllm:set_current_vllm_config(vllm_config)",
+    "forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, slot_mapping,"
+    " skip_compiled)",
+    "v1.attention.backend:CommonAttentionMetadata[query_start_loc, query_start_loc_cpu, seq_lens,"
+    " num_reqs, num_actual_tokens, max_query_len, max_seq_len, block_table_tensor, slot_mapping,"
+    " positions]",
+    "v1.attention.backend:AttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata)",
+    "v1.worker.utils:AttentionGroup.get_metadata_builder",
+    "v1.worker.gpu_model_runner:GPUModelRunner.get_model",
+    "pooling_params:PoolingParams.verify(model_config)",
+    "v1.pool.metadata:PoolingMetadata[prompt_lens, prompt_token_ids, prompt_token_ids_cpu,"
+    " pooling_params, pooling_states]",
+    "v1.pool.metadata:PoolingMetadata.build_pooling_cursor",
+)
+"""Names of vLLM that an update uses, as `module:name(parameters)[attributes]`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from executor.engine_settings import GUEST, WARM_UP, EngineSettings
 from executor.guest.gate_client import EngineLoad
 from executor.guest.plugin import GuestPlugin
 from executor.kv.shrink_plan import Rollout
+from executor.vllm import surfaces
 from executor.vllm.compat import (
     SampledSurface,
     StepSurface,
@@ -68,7 +69,7 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
         if settings.role != GUEST:
             self.log.warning("ROSE_ROLE is not %s: this engine runs without a gate", GUEST)
             return
-        check_version()
+        check_version(surfaces.GUEST)
         check_features(self.vllm_config)
         self._aborts = AbortQueue()
         pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)

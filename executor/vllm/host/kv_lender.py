@@ -32,6 +32,7 @@ from executor.kv.shrink_plan import Granules, plan_growth
 from executor.vllm.compat import BlockPoolSurface, BlockSurface, RequestSurface, check_version
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool, Block, GranuleQueue
+from executor.vllm.surfaces import LENDING
 
 HOLD_NS: Final = 250_000_000
 IN_REACH: Final = (
@@ -231,7 +232,7 @@ def lender_of(
 
     Raises ExecutorError if the memory cannot be lent.
     """
-    check_version()
+    check_version(LENDING)
     if scheduler.connector is not None:
         raise LendingError("a KV connector may read blocks that are free; start without one")
     pages, granules = kv_pages(scheduler.vllm_config, scheduler.kv_cache_config, kv_backend)

@@ -19,6 +19,7 @@ from executor.vllm.compat import RequestSurface, StepSurface, check_version, own
 from executor.vllm.host.kv_lender import lender_of
 from executor.vllm.host.state_publisher import HostStatePublisher
 from executor.vllm.scheduler_base import ConfiguredScheduler
+from executor.vllm.surfaces import HOST
 
 
 class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
@@ -100,7 +101,7 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
         self._quietly(self._leave)
 
     def _check(self) -> None:
-        check_version()
+        check_version(HOST)
         _insist_alone(self.vllm_config.parallel_config)
 
     def _make_lender(self, settings: EngineSettings) -> HostLender:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from executor.engine_settings import EngineSettings
+from executor.engine_surfaces import VERSIONS, Support, missing
 from executor.errors import ExecutorError, PageError
 from executor.step_log import (
     ARRIVAL,
@@ -28,6 +29,7 @@ from executor.vllm.compat import (
     ended_requests,
     waiting_requests,
 )
+from executor.vllm.surfaces import GUEST, HOST, LENDING, WORKER
 
 
 def settings(**environ: str) -> EngineSettings:
@@ -157,15 +159,79 @@ def test_the_engines_wrapping_is_taken_off(engine_id: str, client_id: str) -> No
     assert client_request_id(engine_id) == client_id
 
 
-@pytest.mark.parametrize("version", ["0.26.0", "0.25.1", "0.33.0", "0.32.0rc1", "1.0"])
-def test_a_version_that_nobody_tried_is_one_clear_line(version: str) -> None:
-    with pytest.raises(ExecutorError, match=rf"not tested with vLLM {version}; install one of 0"):
-        check_version(version)
+@pytest.mark.parametrize("version", ["0.24.0", "0.34.0", "1.0", "dev"])
+def test_a_version_outside_of_the_window_is_one_clear_line(version: str) -> None:
+    with pytest.raises(ExecutorError, match=rf"vLLM 0\.25\.0 .* this is {version}; install one of"):
+        check_version(GUEST, version)
 
 
-@pytest.mark.parametrize("version", [None, *TESTED, *(f"{known}+cu130" for known in TESTED)])
-def test_tested_versions_and_the_installed_one_are_taken_on_any_device(version: str | None) -> None:
-    check_version(version)
+@pytest.mark.parametrize(
+    ("version", "support"),
+    [
+        (None, Support.TESTED),
+        *((known, Support.TESTED) for known in TESTED),
+        (f"{TESTED[-1]}+cu130", Support.TESTED),
+        ("0.33.0", Support.PROBED),
+        ("0.32.1.dev5+g0", Support.PROBED),
+    ],
+)
+def test_versions_of_the_window_are_tested_or_probed(
+    version: str | None, support: Support, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert check_version((*LENDING, *GUEST, *WORKER), version) is support
+    assert ("is not tested with ROSE" in caplog.text) == (support is Support.PROBED)
+
+
+def test_probed_versions_are_refused_where_only_tested_ones_are_allowed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VERSIONS, "tested")
+    check_version(HOST, TESTED[0])
+    with pytest.raises(
+        ExecutorError, match=r"not tested with vLLM 0\.30\.0; .*ROSE_ENGINE_VERSIONS"
+    ):
+        check_version(HOST, "0.30.0")
+
+
+def test_a_version_that_lacks_a_name_says_which() -> None:
+    with pytest.raises(
+        ExecutorError, match=r"vLLM 0\.30\.0 has no Scheduler\.gone or away; install one"
+    ):
+        check_version(["v1.core.sched.scheduler:Scheduler[running, gone|away]"], "0.30.0")
+
+
+ENGINE = """
+class Base: ...
+try:
+    class Pool(Base):
+        size: int
+        def __init__(self, blocks):
+            self.blocks = blocks
+        async def take(self, n, *, cold=False): ...
+except ImportError:
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("surface", "lacks"),
+    [
+        ("core.pool:Pool(blocks)[size, blocks, take]", []),
+        ("core.pool:Pool.take(n, cold)", []),
+        ("core.pool:Pool.take(m)", ["parameter m of Pool.take"]),
+        ("core.pool:Pool[gone|size, away]", ["Pool.away"]),
+        ("core.pool:Pool.give", ["Pool.give in core.pool"]),
+        ("core.gone:Pool", ["Pool in core.gone"]),
+        ("core:pool_of", []),
+    ],
+)
+def test_a_surface_is_looked_up_in_the_source(
+    tmp_path: Path, surface: str, lacks: list[str]
+) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core/pool.py").write_text(ENGINE)
+    (tmp_path / "core/__init__.py").write_text("if True:\n    def pool_of(): ...\n")
+    assert missing(tmp_path, [surface]) == lacks
 
 
 @pytest.mark.parametrize(
