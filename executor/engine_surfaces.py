@@ -11,12 +11,15 @@ unpacked, for a GPU or not. A version that ROSE is tested with is not probed.
 """
 
 import ast
+import importlib
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -49,6 +52,23 @@ class EngineVersions:
     package: str
     tested: tuple[str, ...]
     window: tuple[str, str]
+
+    def check(self, surfaces: Iterable[str], version: str | None = None) -> Support:
+        """Return the support of the engine that is installed here, or of another `version` of it.
+
+        A probed one is logged. Raises ExecutorError as `support` does.
+        """
+        if version is None:
+            version = str(importlib.import_module(f"{self.package}.version").__version__)
+        found = find_spec(self.package)
+        roots = list(found.submodule_search_locations or ()) if found else []
+        support = self.support(version, Path(roots[0] if roots else os.devnull), surfaces)
+        if support is Support.PROBED:
+            # Engines show the lines of their own loggers' children.
+            logging.getLogger(f"{self.package}.rose").warning(
+                "%s %s has what ROSE uses of it, and is not tested with ROSE", self.name, version
+            )
+        return support
 
     def support(
         self,
@@ -91,12 +111,14 @@ def _lacking(root: Path, surface: str) -> Iterator[str]:
     match = _SURFACE.fullmatch(surface)
     if match is None:
         raise ValueError(f"{surface!r} is no surface")
-    name = match["name"]
-    found = _definition(root, match["module"], name.split("."))
+    module, name = match["module"], match["name"]
+    found = _definition(root, module, name.split("."))
     if found is None:
-        yield f"{name} in {match['module']}"
+        yield f"{name} in {module}"
         return
-    takes, has = _parameters(found), _attributes(found)
+    where, node = found
+    takes = set(_parameters(root, where, node))
+    has = set(_attributes(root, where, node))
     for parameter in _words(match["takes"]):
         if parameter not in takes:
             yield f"parameter {parameter} of {name}"
@@ -114,22 +136,49 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[0].split("."))) if match else ()
 
 
-@lru_cache(maxsize=64)
-def _tree(path: Path) -> ast.Module | None:
-    try:
-        return ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
-
-
-def _definition(root: Path, module: str, names: Sequence[str]) -> _Definition | None:
+@lru_cache(maxsize=256)
+def _tree(root: Path, module: str) -> ast.Module:
     path = root.joinpath(*module.split("."))
-    tree = _tree(path.with_suffix(".py")) or _tree(path / "__init__.py")
-    found: ast.AST | None = tree
-    for name in names:
-        inside = () if found is None else _inside(found)
-        found = next((each for each in inside if each.name == name), None)
-    return found if isinstance(found, _Definition) else None
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        try:
+            return ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue
+    return ast.Module([], [])
+
+
+def _definition(root: Path, module: str, names: Sequence[str]) -> tuple[str, _Definition] | None:
+    """Return a class or function with the module that defines it; methods may be inherited."""
+    first, *rest = names
+    node = next((each for each in _inside(_tree(root, module)) if each.name == first), None)
+    if node is None or not rest:
+        return None if node is None else (module, node)
+    for where, each in _lineage(root, module, node):
+        for method in _inside(each):
+            if method.name == rest[0]:
+                return where, method
+    return None
+
+
+def _lineage(root: Path, module: str, node: _Definition) -> Iterator[tuple[str, _Definition]]:
+    """Yield a class, and those of its bases that the engine's package defines, with their
+    modules.
+    """
+    yield module, node
+    for base in node.bases if isinstance(node, ast.ClassDef) else ():
+        if isinstance(base, ast.Name):
+            place = _imported(root, module, base.id)
+            found = _definition(root, place, [base.id])
+            if found is not None:
+                yield from _lineage(root, *found)
+
+
+def _imported(root: Path, module: str, name: str) -> str:
+    """Return the module from which `module` imports a name: `module` itself if it does not."""
+    for each in ast.walk(_tree(root, module)):
+        if isinstance(each, ast.ImportFrom) and any(name == alias.name for alias in each.names):
+            return (each.module or "").removeprefix(f"{root.name}.")
+    return module
 
 
 def _inside(node: ast.AST) -> Iterator[_Definition]:
@@ -141,25 +190,27 @@ def _inside(node: ast.AST) -> Iterator[_Definition]:
             yield from _inside(each)
 
 
-def _parameters(node: _Definition) -> set[str]:
+def _parameters(root: Path, module: str, node: _Definition) -> Iterator[str]:
+    """Yield the parameters of a function, or of a class's constructor or fields."""
     if isinstance(node, ast.ClassDef):
-        made = next((each for each in _inside(node) if each.name == "__init__"), None)
-        return _attributes(node) if made is None else _parameters(made)
+        made = _definition(root, module, [node.name, "__init__"])
+        yield from _attributes(root, module, node) if made is None else _parameters(root, *made)
+        return
     arguments = node.args
-    return {each.arg for each in arguments.posonlyargs + arguments.args + arguments.kwonlyargs}
+    for each in arguments.posonlyargs + arguments.args + arguments.kwonlyargs:
+        yield each.arg
 
 
-def _attributes(node: _Definition) -> set[str]:
-    """Return the names that a class defines, annotates or assigns to `self`."""
-    found: set[str] = set()
-    for each in ast.walk(node):
-        match each:
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                found.add(name)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                found.add(name)
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                found.add(name)
-            case ast.Assign(targets=targets):
-                found.update(each.id for each in targets if isinstance(each, ast.Name))
-    return found
+def _attributes(root: Path, module: str, node: _Definition) -> Iterator[str]:
+    """Yield the names that a class or a base of it defines, annotates or assigns to `self`."""
+    for _, of in _lineage(root, module, node):
+        for each in ast.walk(of):
+            match each:
+                case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                    yield name
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    yield name
+                case ast.AnnAssign(target=ast.Name(id=name)):
+                    yield name
+                case ast.Assign(targets=targets):
+                    yield from (each.id for each in targets if isinstance(each, ast.Name))

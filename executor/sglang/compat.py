@@ -13,14 +13,16 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Any, Final, NoReturn
 
 from executor.engine_settings import POLICY_VERSION
+from executor.engine_surfaces import EngineVersions, Support
 from executor.errors import ExecutorError
 
 TESTED: Final = ("0.5.23",)
+VERSIONS: Final = EngineVersions("SGLang", "sglang", TESTED, ("0.5.15", "0.5.24"))
 STAMP: Final = "rose_version"
 SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 
@@ -47,17 +49,12 @@ def part_of_engine() -> EnginePart:
     return EnginePart.OTHER if name == "run_detokenizer_process" else EnginePart.SCHEDULER
 
 
-def check_version(version: str | None = None) -> None:
-    """Raise ExecutorError unless ROSE is tested with this SGLang (None: the one installed here)."""
-    if version is None:
-        from sglang.version import __version__
+def check_version(surfaces: Iterable[str], version: str | None = None) -> Support:
+    """Return the support of this SGLang (None: the one installed here) for a part with `surfaces`.
 
-        return check_version(__version__)
-    if version.partition("+")[0] not in TESTED:
-        raise ExecutorError(
-            f"ROSE is not tested with SGLang {version}; install one of {', '.join(TESTED)}"
-        )
-    return None
+    Raises ExecutorError if it is outside of the window, or lacks one of the names.
+    """
+    return VERSIONS.check(surfaces, version)
 
 
 def stand_around(hooks: Mapping[str, Hook]) -> None:

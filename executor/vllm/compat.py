@@ -4,12 +4,9 @@ No surface here is public in vLLM: the engine tests pin them. If versions differ
 is checked. A version that ROSE is not tested with has to have all of `executor.vllm.surfaces`.
 """
 
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from executor.engine_surfaces import EngineVersions, Support
@@ -17,8 +14,6 @@ from executor.errors import ExecutorError
 
 TESTED: Final = ("0.25.0", "0.32.0")
 VERSIONS: Final = EngineVersions("vLLM", "vllm", TESTED, ("0.25.0", "0.34.0"))
-# vLLM shows the lines of its own loggers' children.
-_log = logging.getLogger("vllm.rose")
 # cmpl-<X-Request-Id>-<prompt index>, chatcmpl-<X-Request-Id>; some versions add 8 random digits.
 _COMPLETION = re.compile(r"cmpl-(?P<id>.+)-(?P<index>\d{1,4})(?:-[0-9a-f]{8})?")
 _CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
@@ -135,16 +130,7 @@ def check_version(surfaces: Iterable[str], version: str | None = None) -> Suppor
 
     Raises ExecutorError if it is outside of the window, or lacks one of the names.
     """
-    package = find_spec(VERSIONS.package)
-    roots = list(package.submodule_search_locations or ()) if package else []
-    if version is None:
-        from vllm.version import __version__
-
-        version = str(__version__)
-    support = VERSIONS.support(version, Path(roots[0] if roots else "/"), surfaces)
-    if support is Support.PROBED:
-        _log.warning("vLLM %s has what ROSE uses of it, and is not tested with ROSE", version)
-    return support
+    return VERSIONS.check(surfaces, version)
 
 
 def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 -- vLLM's config

@@ -33,6 +33,7 @@ from executor.errors import ExecutorError
 from executor.guest.gate_client import EngineLoad, StartGate
 from executor.guest.plugin import GuestPlugin
 from executor.kv.shrink_plan import Rollout
+from executor.sglang import surfaces
 from executor.sglang.compat import (
     GUEST_NEEDED,
     NEEDED,
@@ -378,7 +379,7 @@ def register() -> None:
     if os.environ.get("ROSE_ROLE") != GUEST or part_of_engine() is not EnginePart.SCHEDULER:
         return
     try:
-        check_version()
+        check_version(surfaces.GUEST)
         settings = EngineSettings.from_environ(os.environ)
         start = StartGate.from_environ(os.environ)
     except ExecutorError as error:

@@ -27,6 +27,7 @@ from executor.engine_settings import HOST, LEND, EngineSettings
 from executor.errors import ExecutorError
 from executor.host.kv_lender import HostLender
 from executor.host.plugin import SERVES_ON, HostPlugin, LatencyWriter, lending_limits
+from executor.sglang import surfaces
 from executor.sglang.compat import (
     HOST_NEEDED,
     SCHEDULER,
@@ -150,7 +151,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
     def _check(self) -> None:
         if self._refused is not None:
             raise self._refused
-        check_version()
+        check_version(surfaces.HOST)
         check_features(self._scheduler.server_args, HOST_NEEDED, "a host")
 
     @property
@@ -158,6 +159,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
         return self._scheduler
 
     def _make_lender(self, settings: EngineSettings) -> HostLender:
+        check_version(surfaces.LENDING)
         lender, self.pool = lender_of(
             self._scheduler, lending_limits(settings), settings.kv_backend
         )
@@ -325,17 +327,26 @@ def _first_rank() -> bool:
     return int(get_parallel().tp_rank or 0) == 0
 
 
+def _can_lend() -> bool:
+    """Return True if this SGLang has the names that lending needs; its lender says what lacks."""
+    try:
+        check_version(surfaces.LENDING)
+    except ExecutorError:
+        return False
+    return True
+
+
 def register() -> None:
     """Set the host's hooks: the entry point of the plugin group `sglang.srt.plugins`.
 
-    With an SGLang version that ROSE is not tested with, one hook is set, which logs that.
+    With an SGLang version that ROSE does not work with, one hook is set, which logs that.
     """
     if os.environ.get("ROSE_ROLE") != HOST:
         return
-    hosts = HostHooks(lends=os.environ.get("ROSE_HOST_LEVEL") == LEND)
+    hosts = HostHooks(lends=os.environ.get("ROSE_HOST_LEVEL") == LEND and _can_lend())
     part = part_of_engine()
     try:
-        check_version()
+        check_version(surfaces.HOST)
         if part is EnginePart.SCHEDULER:
             stand_around(hosts.hooks)
         # Further processes of the API are children, like schedulers.

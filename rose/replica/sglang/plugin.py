@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from executor.engine_settings import GUEST
 from executor.errors import ExecutorError
+from executor.sglang import surfaces
 from executor.sglang.compat import (
     GUEST_NEEDED,
     NEEDED,
@@ -107,7 +108,7 @@ def register() -> None:
     if os.environ.get("ROSE_ROLE") not in ROLES:
         return
     try:
-        check_version()
+        check_version(surfaces.REPLICA)
     except ExecutorError as error:
         give_up(error)
     match part_of_engine():

@@ -201,7 +201,7 @@ def test_a_version_that_lacks_a_name_says_which() -> None:
 
 
 ENGINE = """
-class Base: ...
+from engine.core.base import Base
 try:
     class Pool(Base):
         size: int
@@ -221,6 +221,8 @@ except ImportError:
         ("core.pool:Pool.take(m)", ["parameter m of Pool.take"]),
         ("core.pool:Pool[gone|size, away]", ["Pool.away"]),
         ("core.pool:Pool.give", ["Pool.give in core.pool"]),
+        ("core.pool:Pool.kept(by)", []),
+        ("core.pool:Pool[base, size]", []),
         ("core.gone:Pool", ["Pool in core.gone"]),
         ("core:pool_of", []),
     ],
@@ -228,10 +230,12 @@ except ImportError:
 def test_a_surface_is_looked_up_in_the_source(
     tmp_path: Path, surface: str, lacks: list[str]
 ) -> None:
-    (tmp_path / "core").mkdir()
-    (tmp_path / "core/pool.py").write_text(ENGINE)
-    (tmp_path / "core/__init__.py").write_text("if True:\n    def pool_of(): ...\n")
-    assert missing(tmp_path, [surface]) == lacks
+    root = tmp_path / "engine"
+    (root / "core").mkdir(parents=True)
+    (root / "core/pool.py").write_text(ENGINE)
+    (root / "core/base.py").write_text("class Base:\n    def kept(self, by): self.base = by\n")
+    (root / "core/__init__.py").write_text("if True:\n    def pool_of(): ...\n")
+    assert missing(root, [surface]) == lacks
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from executor.engine_settings import EngineSettings
 from executor.errors import ExecutorError
 from executor.sglang.compat import GUEST_NEEDED, NEEDED, STAMP, check_features, check_version, stamp
 from executor.sglang.guest.plugin import GuestHooks, GuestScheduler
+from executor.sglang.surfaces import GUEST
 from tests.fakes.sglang_scheduler import StandInBatch, StandInPool, StandInScheduler
 from tests.harness.seated_host import SeatedHost
 
@@ -289,10 +290,10 @@ def test_what_breaks_a_promise_is_refused_in_one_line(name: str, value: object, 
 
 
 def test_another_version_is_refused() -> None:
-    check_version("0.5.23")
-    check_version("0.5.23+cpu")
-    with pytest.raises(ExecutorError, match=r"not tested with SGLang 0\.5\.24"):
-        check_version("0.5.24")
+    check_version(GUEST, "0.5.23")
+    check_version(GUEST, "0.5.23+cpu")
+    with pytest.raises(ExecutorError, match=r"SGLang 0\.5\.15 .* this is 0\.5\.24; install one of"):
+        check_version(GUEST, "0.5.24")
 
 
 def test_a_model_with_windows_or_states_has_no_guest(rig: SglangGuestRig) -> None:

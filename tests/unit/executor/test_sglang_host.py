@@ -201,7 +201,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "page"
     for name, value in {"ROSE_ROLE": "host", "ROSE_CONTROL_PAGE": str(path)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(executor.sglang.host.plugin, "check_version", lambda: None)
+    monkeypatch.setattr(executor.sglang.host.plugin, "check_version", lambda _: None)
     return path
 
 
