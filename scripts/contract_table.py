@@ -22,6 +22,8 @@ from scripts.generated import ROOT, main, with_parts
 
 PAGE: Final = ROOT / "docs" / "engines.md"
 TAKEN: Final = ROOT / "bench" / "results" / "contract" / "engines.json"
+VERSIONS: Final = ROOT / "bench" / "results" / "contract" / "versions.json"
+PARTS: Final = ("host", "lending", "guest", "replica")
 RUN: Final = ROOT / "out" / "contract.json"
 WORDS: Final = {"passed": "kept", "failed": "**broken**"}
 TITLES: Final = {Side.HOST: "Host", Side.GUEST: "Guest", Side.WEIGHTS: "Weights"}
@@ -77,12 +79,37 @@ def capability_table() -> Iterator[str]:
         yield f"| {capability.value} | {' | '.join(cells)} |\n"
 
 
+def version_table() -> Iterator[str]:
+    """A table of the versions that `scripts/engine-matrix` looked at."""
+    yield "| version | " + " | ".join(PARTS) + " | tests of schedulers and pools |\n"
+    yield "| --- |" + " --- |" * (len(PARTS) + 1) + "\n"
+    versions = json.loads(VERSIONS.read_text(encoding="utf-8"))
+    for version, found in versions.items():
+        lacks = found["lacks"]
+        cells = [f"lacks {len(lacks[part])} names" if part in lacks else "yes" for part in PARTS]
+        cells = [cell.replace(" 1 names", " 1 name") for cell in cells]
+        tests = found.get("tests")
+        ran = f"{tests['passed']} passed, {tests['failed']} failed" if tests else "not on this CPU"
+        yield f"| `{version}` | {' | '.join(cells)} | {ran} |\n"
+    yield "\n"
+    for version, found in versions.items():
+        for part, names in found["lacks"].items():
+            others = f" and {len(names) - 1} more" if names[1:] else ""
+            yield f"- `{version}`, {part}: no {names[0]}{others}\n"
+
+
 def page() -> dict[Path, str]:
     """Return the page with its tables as they are now."""
     found = results()
     sides = [side for side in Side if any(promise.side is side for promise in PROMISES)]
     made = "".join(line for side in sides for line in promise_table(side, found))
-    return with_parts(PAGE, {"contract": "\n" + made + "".join(capability_table()) + "\n"})
+    return with_parts(
+        PAGE,
+        {
+            "contract": "\n" + made + "".join(capability_table()) + "\n",
+            "versions": "".join(version_table()),
+        },
+    )
 
 
 if __name__ == "__main__":

