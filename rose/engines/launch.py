@@ -12,7 +12,7 @@ import secrets
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -183,12 +183,21 @@ def check_port(port: int, owner: str) -> None:
 
 
 def check_model(model_dir: Path, *, weights: bool = True) -> None:
-    """Raise ConfigError unless the folder has config.json, tokenizer.json and, with `weights`,
+    """Raise ConfigError unless the folder has config.json, a tokenizer's file and, with `weights`,
     *.safetensors files.
     """
-    for name in ("config.json", "tokenizer.json", *(["*.safetensors"] if weights else [])):
-        if not any(model_dir.glob(name)):
-            raise ConfigError(f"{model_dir} has no {name}; give a folder in Hugging Face's layout")
+    tokenizers = (
+        "tokenizer.json",
+        "tokenizer.model",
+        "*.tiktoken",
+        "tiktoken.model",
+        "tekken.json",
+    )
+    for names in (("config.json",), tokenizers, *([("*.safetensors",)] if weights else [])):
+        if not any(path for name in names for path in model_dir.glob(name)):
+            raise ConfigError(
+                f"{model_dir} has no {names[0]}; give a folder in Hugging Face's layout"
+            )
 
 
 def check_profile(path: Path) -> None:
@@ -239,6 +248,30 @@ def check_options(spec: EngineSpec) -> None:
                 f"engine {spec.name}: a {spec.role} on {kind.NAME} does not have"
                 f" {refused[option]}; leave out {option}"
             )
+
+
+def check_replica_args(engine: EngineKind, words: Sequence[str]) -> None:
+    """Raise ConfigError if further arguments of a replica's engine have one that the node sets
+    itself, or one that breaks a promise of ROSE.
+    """
+    kind = _KINDS[engine]
+    own = kind.own_options(
+        EngineSpec("", EngineRole.GUEST, Path(), 0, Path(), engine=engine, kv_backend="cuda")
+    )
+    for word in words:
+        option = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        if option.startswith("-") and not option.startswith("--"):
+            raise ConfigError(f"{option} is an abbreviation; give the option's long name")
+        if not option.startswith("--"):
+            continue
+        # Engines take the beginning of an option for the whole.
+        for name in sorted(own):
+            if name.startswith(option):
+                raise ConfigError(f"{name} is the node's to set; leave out {option}")
+        refused = kind.REFUSED | kind.REFUSED_IN_REPLICAS | kind.REFUSED_BY_NODE
+        for name, meaning in sorted(refused.items()):
+            if name.startswith(option):
+                raise ConfigError(f"a replica does not have {meaning}; leave out {option}")
 
 
 def check_spec(spec: EngineSpec) -> None:

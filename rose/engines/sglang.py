@@ -27,6 +27,20 @@ REFUSED_IN_REPLICAS = {
     "--enable-hierarchical-cache": "the hierarchical cache",
     "--enable-lmcache": "LMCache",
 }
+# Options that a node does not give to its replicas.
+REFUSED_BY_NODE = {
+    "--tp-size": "several ranks",
+    "--tensor-parallel-size": "several ranks",
+    "--pp-size": "several ranks",
+    "--pipeline-parallel-size": "several ranks",
+    "--dp-size": "several ranks",
+    "--data-parallel-size": "several ranks",
+    "--tokenizer-worker-num": "several API processes",
+    "--nnodes": "several machines",
+    "--config": "options in a file",
+    "--api-key": "a key of its own",
+    "--admin-api-key": "a key of its own",
+}
 _PLUGINS: Final = {
     EngineRole.HOST: "rose_host",
     EngineRole.GUEST: "rose_guest,rose_replica",
@@ -62,6 +76,10 @@ _CPU_ENV: Final = {
 
 def arguments(spec: EngineSpec) -> list[str]:
     """Return SGLang's command-line options for an engine, to follow the module's name."""
+    return _arguments(spec, kv_tokens(spec))
+
+
+def _arguments(spec: EngineSpec, tokens: int) -> list[str]:
     made = [
         f"--model-path={spec.model_dir}",
         f"--served-model-name={spec.name}",
@@ -70,7 +88,7 @@ def arguments(spec: EngineSpec) -> list[str]:
         f"--dtype={spec.dtype}",
         f"--context-length={spec.max_model_len}",
         f"--max-running-requests={spec.max_num_seqs}",
-        f"--max-total-tokens={kv_tokens(spec)}",
+        f"--max-total-tokens={tokens}",
         f"--stream-interval={spec.stream_interval}",
         f"--load-format={spec.load_format}",
         "--skip-server-warmup",
@@ -87,6 +105,11 @@ def arguments(spec: EngineSpec) -> list[str]:
             # Nothing is in flight between two steps: weights and granules may be changed there.
             made.append("--disable-overlap-schedule")
     return [*made, *spec.extra_args]
+
+
+def own_options(spec: EngineSpec) -> set[str]:
+    """Return the names of the options that `arguments` sets."""
+    return {word.partition("=")[0] for word in _arguments(spec, 0)}
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:

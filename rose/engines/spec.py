@@ -90,7 +90,8 @@ class Device(StrEnum):
 class EngineSpec:
     """Specification of one engine process, from which its command line and environment are made.
 
-    kv_bytes: size of its KV cache. core: CPU that it is pinned to.
+    kv_bytes: size of its KV cache. block_size: tokens of a block, None for the engine's choice.
+    core: CPU that it is pinned to.
     stream_interval: tokens in a streamed chunk.
     control_page: page shared by a host and its guests; page_group: the group that may map it.
     orphan_s: seconds that a guest outlives the last grant.
@@ -121,7 +122,7 @@ class EngineSpec:
     kv_bytes: int = 64 << 20
     max_model_len: int = 512
     max_num_seqs: int = 128
-    block_size: int = 32
+    block_size: int | None = 32
     stream_interval: int = 1
     control_page: Path | None = None
     page_group: str = ""

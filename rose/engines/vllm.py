@@ -18,6 +18,21 @@ REFUSED_IN_REPLICAS = {
     "--logits-processors": "custom samplers",
     "--enable-lora": "LoRA adapters",
 }
+# Options that a node does not give to its replicas.
+REFUSED_BY_NODE = {
+    "--tensor-parallel-size": "several ranks",
+    "--pipeline-parallel-size": "several ranks",
+    "--data-parallel-size": "several ranks",
+    "--prefill-context-parallel-size": "several ranks",
+    "--api-server-count": "several API processes",
+    "--headless": "several machines",
+    "--config": "options in a file",
+    "--api-key": "a key of its own",
+    "--uds": "a socket in the place of its port",
+    "--ssl-keyfile": "TLS of its own",
+    "--root-path": "other paths",
+    "--kv-offloading-size": "offloaded KV memory",
+}
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _PLUGINS = {
     EngineRole.HOST: "rose_host",
@@ -56,7 +71,7 @@ def arguments(spec: EngineSpec) -> list[str]:
         f"--kv-cache-memory-bytes={spec.kv_bytes}",
         f"--max-model-len={spec.max_model_len}",
         f"--max-num-seqs={spec.max_num_seqs}",
-        f"--block-size={spec.block_size}",
+        *([f"--block-size={spec.block_size}"] if spec.block_size else []),
         f"--stream-interval={spec.stream_interval}",
         f"--distributed-executor-backend={_EXECUTOR}",
         "--disable-uvicorn-access-log",
@@ -73,6 +88,11 @@ def arguments(spec: EngineSpec) -> list[str]:
     if spec.role.is_replica:
         made.extend(_REPLICA_ARGS)
     return [*made, *spec.extra_args]
+
+
+def own_options(spec: EngineSpec) -> set[str]:
+    """Return the names of the options that `arguments` sets."""
+    return {word.partition("=")[0] for word in arguments(spec)}
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:

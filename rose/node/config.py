@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from executor import PressureLimits, PressurePolicy
 from rose.addresses import checked_url, host_port, is_loopback
 from rose.engines import Device, EngineKind, EngineRole, EngineSpec, check_profile, weight_bytes
+from rose.engines.launch import check_replica_args
 from rose.engines.spec import Capability, lacking
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
@@ -133,7 +134,10 @@ class ReplicaConfig(Frozen):
     CPU.
     engine: software that it runs, whatever its host runs.
     engine_python: interpreter of the environment that has the engine, None for this one.
-    extra_env: further environment of the engine; none of `OF_THE_NODE`.
+    extra_env: further environment of the engine; none of `OF_THE_NODE`. engine_args: further words
+    of its command line; none that the node sets, or that break a promise.
+    dtype: of its weights, the checkpoint's. block_size: tokens of a KV block; None for 32 on the
+    CPU, and for the engine's choice on a GPU.
     cuda_graphs: on a GPU steps are captured at the start, which is faster afterwards.
     mps_priority, mps_thread_percentage: settings of a client of MPS, where a control daemon runs;
     see docs/node.md before using them.
@@ -172,6 +176,9 @@ class ReplicaConfig(Frozen):
     decode_tok_s: float = Field(default=1_000.0, gt=0)
     prefill_tok_s: float = Field(default=10_000.0, gt=0)
     kv_tokens: int = Field(default=32_768, gt=0)
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    block_size: int | None = Field(default=None, gt=0)
+    engine_args: tuple[str, ...] = ()
     start_timeout_s: float = Field(default=180.0, gt=0)
     warm_up_s: float = Field(default=60.0, gt=0)
     runner: Literal["generate", "pooling"] = "generate"
@@ -192,6 +199,14 @@ class ReplicaConfig(Frozen):
         if taken:
             raise ValueError(f"{taken[0]} is the node's to set; leave it out")
         return given
+
+    @model_validator(mode="after")
+    def _of_the_engine_alone(self) -> Self:
+        try:
+            check_replica_args(self.engine, self.engine_args)
+        except ConfigError as error:
+            raise ValueError(f"engine_args: {error}") from error
+        return self
 
     @model_validator(mode="after")
     def _within_the_engine(self) -> Self:
@@ -280,6 +295,9 @@ class ReplicaConfig(Frozen):
             log=node.log_dir / f"engine-{self.id}.log",
             core=self.core,
             kv_bytes=self.kv_bytes,
+            dtype=self.dtype,
+            # A GPU's attention kernels have sizes of their own; a CPU has small pools.
+            block_size=self.block_size or (None if on_gpu else 32),
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_sequences,
             # vLLM fails at the first score if tokens are streamed in groups.
@@ -312,6 +330,7 @@ class ReplicaConfig(Frozen):
             yield "--enable-sleep-mode"
         if self.runner == "pooling":
             yield "--runner=pooling"
+        yield from self.engine_args
 
     @property
     def _own_env(self) -> dict[str, str]:

@@ -50,6 +50,18 @@ WRONG = [
     (fields(REPLICA, extra_env={"ROSE_VERIFY_KEY": "0" * 64}), "ROSE_VERIFY_KEY"),
     (fields(REPLICA, extra_env={"ROSE_UNSIGNED": "1"}), "ROSE_UNSIGNED"),
     (fields(REPLICA, engine="tgi"), "engine"),
+    *(
+        (fields(REPLICA, engine=engine, engine_args=[word]), f"engine_args: {said}")
+        for engine, word, said in (
+            ("vllm", "--port=1", "--port is the node's to set; leave out --port"),
+            ("vllm", "--worker_cls=mine", "--worker-cls is the node's to set; leave out --worker"),
+            ("vllm", "--tensor-par=2", "a replica does not have several ranks; leave out --tensor"),
+            ("vllm", "--speculative-config.model=d", "a replica does not have speculative dec"),
+            ("vllm", "-tp=2", "-tp is an abbreviation; give the option's long name"),
+            ("sglang", "--max-total-tokens=9", "--max-total-tokens is the node's to set; leave"),
+            ("sglang", "--dp-size=2", "a replica does not have several ranks; leave out --dp"),
+        )
+    ),
     (
         fields(REPLICA, engine="sglang", runner="pooling"),
         "runner: sglang does not have it that a replica serves a model that is not generative",
@@ -199,6 +211,25 @@ def test_each_host_that_is_found_has_the_guest_of_the_file_under_a_number(tmp_pa
     assert [each.id for each in config.with_host(None).replicas] == ["d"]
     with pytest.raises(ConfigError, match="names no single GPU"):
         config.with_host(host.model_copy(update={"device": None}), 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, ["--dtype=bfloat16", "--block-size=32"]),
+        ({"block_size": 16, "dtype": "float16"}, ["--dtype=float16", "--block-size=16"]),
+        (
+            {"engine_args": ["--trust-remote-code", "--hf-overrides", "{}"]},
+            ["--hf-overrides", "{}"],
+        ),
+    ],
+)
+def test_a_replica_is_started_as_its_file_says(
+    tmp_path: Path, given: dict[str, object], words: list[str]
+) -> None:
+    config = _load(tmp_path, NODE | fields(DEDICATED, **given))
+    argv = process_spec(config.replicas[0].engine_spec(config)).argv
+    assert set(words) <= set(argv)
 
 
 def test_a_guest_is_on_the_gpu_of_the_host_that_the_file_names(tmp_path: Path) -> None:
