@@ -34,6 +34,8 @@ OTHERS_FLAGS = {
     "--pid",
     "--platform",
     "--python-version",
+    "--tokenizer-mode",
+    "--trust-remote-code",
     "--weight-transfer-config",
 }
 
