@@ -115,38 +115,31 @@ def _resources(cpu: str, memory: str, most: str) -> Resources:
 
 
 class Image(Strict):
-    """Image of a container, by what it is and not by what it is called."""
+    """Image of a container, in mode Active by what it is and not by what it is called."""
 
     repository: str = _said("where it is, without tag", min_length=1)
-    digest: Digest = _said("sha256:… of the image; `make images` prints it", "")
-    tag: str = _said("used with `unpinned` alone", "")
-    unpinned: bool = _said("trials: take whatever the tag names today", False)
+    digest: Digest = _said(
+        "sha256:… of the image, as mode Active wants it; `make images` prints it", ""
+    )
+    tag: str = _said("used without a digest; the chart's version when empty", "")
+    unpinned: bool = _said("mode Active: take whatever the tag names today", False)
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = _said(
         "when it is pulled", "IfNotPresent"
     )
-
-
-# The schema asks for a digest; a tag has to be wanted.
-_PINNED: Final = {
-    "if": {"properties": {"unpinned": {"const": True}}, "required": ["unpinned"]},
-    "then": {"required": ["tag"], "properties": {"tag": {"minLength": 1}}},
-    "else": {"required": ["digest"], "properties": {"digest": {"minLength": 1}}},
-}
 
 
 class Images(Strict):
     """Images of all containers."""
 
     control: Image = _said(
-        "control plane, and nodes while nothing is lent",
-        Image(repository="rose"),
-        json_schema_extra=_PINNED,
+        "control plane, and nodes while nothing is lent", Image(repository="rose")
     )
     node: Image = _said(
         "nodes in mode Active: with the engine of their guests", Image(repository="rose-node")
     )
     etcd: Image = _said(
-        "etcd 3.5.11 or newer, where `store.own` is", Image(repository="registry.k8s.io/etcd")
+        "etcd 3.5.11 or newer, where `store.own` is",
+        Image(repository="registry.k8s.io/etcd", tag="3.5.21-0"),
     )
 
 
@@ -418,6 +411,13 @@ class Rbac(Strict):
     operators: tuple[Subject, ...] = _said("who may read the operator's certificate", ())
 
 
+class Toolbox(Strict):
+    """Pod with `rose`, the operator's certificate and the scheduler's address."""
+
+    enabled: bool = _said("run it: whoever may `kubectl exec` into it is an operator", False)
+    resources: Resources = _said("of it", _resources("10m", "64Mi", "1Gi"))
+
+
 class HelmTest(Strict):
     """`helm test`: stops everything, sees that nothing is held, and goes on."""
 
@@ -436,6 +436,11 @@ class Values(Strict):
         "Off; Advisory: compute and say what would be done, lend nothing, ask for no GPU; Active",
         PolicyMode.ADVISORY,
     )
+    trial: bool = _said(
+        "to look at Advisory, not for production: one scheduler on SQLite, one gateway, the shared"
+        " folder made, a toolbox; it goes before their own values",
+        False,
+    )
     access: Literal["auto", "dra-admin", "runtime-class", "privileged"] = _said(
         "how a node reaches its GPUs in mode Active; auto: dra-admin where the cluster has"
         " resource.k8s.io/v1, else runtime-class",
@@ -446,9 +451,9 @@ class Values(Strict):
     )
     schedulers: tuple[Address, ...] = _said("of another cluster, for role nodes: HOST:PORT", ())
     policy: PolicyValues = _said("for all nodes: caps, reserves, windows", PolicyValues())  # type: ignore[valid-type]
-    images: Images = _said("by digest", Images())
+    images: Images = _said("in mode Active by digest", Images())
     image_pull_secrets: tuple[Name, ...] = _said("of a private registry", ())
-    tls: Tls = _said("identities", Tls())
+    tls: Tls = _said("identities; self-made where none are named and mode is not Active", Tls())
     store: Store = _said("etcd", Store())
     scheduler: Scheduler = _said("schedulers", Scheduler())
     controller: Controller = _said("policies as objects", Controller())
@@ -460,6 +465,7 @@ class Values(Strict):
     monitoring: Monitoring = _said("Prometheus and Grafana", Monitoring())
     crds: Crds = _said("definitions", Crds())
     rbac: Rbac = _said("roles", Rbac())
+    toolbox: Toolbox = _said("pod for an operator's commands", Toolbox())
     test: HelmTest = _said("`helm test`", HelmTest())
 
 
@@ -508,10 +514,6 @@ def defaults() -> dict[str, Any]:
     whole["policy"] = {}
     whole["gateway"]["options"] = {}
     whole["node"]["config"] = {"discover": {"folder": "/run/rose"}}
-    for image in whole["images"].values():
-        if not image["digest"]:
-            # One that is missing is named by the schema as missing.
-            del image["digest"]
     return whole
 
 

@@ -1,13 +1,14 @@
 """Options that several commands share, and the text at an address of `--metrics`."""
 
 import argparse
+import os
 from http.client import HTTPException
 from typing import Final
 
 from rose.direct_http import open_directly
 from rose.errors import UnavailableError
 from rose.operate.client import PolicyClient
-from rose.security.certificates import add_certificate_options, taken_certificates
+from rose.security.certificates import PATHS, add_certificate_options, taken_certificates
 
 DEFAULT_SCHEDULER: Final = "127.0.0.1:7400"
 METRICS_S: Final = 5.0
@@ -15,14 +16,18 @@ MOST_METRICS_BYTES: Final = 16 << 20
 
 
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--scheduler` and the certificate options to a parser."""
+    """Add `--scheduler` and the certificate options to a parser, by default as the environment has
+    them.
+    """
     parser.add_argument(
         "--scheduler",
-        default=DEFAULT_SCHEDULER,
+        default=os.environ.get("ROSE_SCHEDULER", DEFAULT_SCHEDULER),
         metavar="HOST:PORT",
-        help=f"several with commas find the one that leads (default {DEFAULT_SCHEDULER})",
+        help=f"several with commas find the one that leads (ROSE_SCHEDULER or {DEFAULT_SCHEDULER})",
     )
     add_certificate_options(parser)
+    # A pod for an operator's commands sets them; argparse reads them as paths.
+    parser.set_defaults(**{name: os.environ.get(f"ROSE_{name.upper()}") for name in PATHS})
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:

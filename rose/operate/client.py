@@ -122,10 +122,12 @@ class SchedulerClient:
     def _nobody(self, details: str) -> str:
         if self._standby is not None:
             address, named = self._standby
-            of = f" for {named}, which does not answer" if named else ", and knows of no leader"
+            of = (
+                f" for {named}, which does not answer here" if named else ", and knows of no leader"
+            )
             return (
                 f"{address} stands by{of}; ask again in a moment, or give --scheduler the addresses"
-                " of all schedulers"
+                " of all schedulers; in a port-forward name svc/rose-leader, which leads to it"
             )
         return (
             f"no scheduler answers at {self._address} as the leader; start `rose scheduler`"

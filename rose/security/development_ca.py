@@ -50,11 +50,16 @@ class DevelopmentCa:
     """CA whose certificate and key lie in one folder, beside the certificates that it issues."""
 
     def __init__(
-        self, folder: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+        self,
+        folder: Path,
+        certificate: x509.Certificate,
+        key: ec.EllipticCurvePrivateKey,
+        cluster: str = "",
     ) -> None:
         self._folder = folder
         self._certificate = certificate
         self._key = key
+        self._cluster = cluster
 
     @property
     def file(self) -> Path:
@@ -64,6 +69,8 @@ class DevelopmentCa:
     @property
     def cluster(self) -> str:
         """Name of the CA's cluster. Raises ConfigError if its certificate names none."""
+        if self._cluster:
+            return self._cluster
         try:
             extensions = self._certificate.extensions
             names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -71,7 +78,7 @@ class DevelopmentCa:
         except (x509.ExtensionNotFound, ValueError) as error:
             raise ConfigError(
                 f"{self.file} names no cluster, so `rose certs init` has not made it; give the"
-                " folder of one that it made"
+                " folder of one that it made, or --cluster NAME"
             ) from error
         return uri.removeprefix(f"spiffe://{TRUST_DOMAIN}/")
 
@@ -106,8 +113,8 @@ class DevelopmentCa:
         return cls(folder, certificate, key)
 
     @classmethod
-    def open(cls, folder: Path) -> Self:
-        """Return the CA of a folder.
+    def open(cls, folder: Path, cluster: str = "") -> Self:
+        """Return the CA of a folder. cluster: its name, where the certificate has none.
 
         Raises ConfigError if there is none, or its key cannot be read.
         """
@@ -119,7 +126,7 @@ class DevelopmentCa:
             raise ConfigError(f"{folder / CA_KEY} cannot be read as the CA's key") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey):
             raise ConfigError(f"{folder / CA_KEY} is no key of `rose certs init`")
-        return cls(folder, leaf_of(folder / CA_FILE), key)
+        return cls(folder, leaf_of(folder / CA_FILE), key, cluster)
 
     def issue(
         self,

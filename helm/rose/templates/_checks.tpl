@@ -6,13 +6,24 @@
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) }}
 {{- fail (printf "the release's name %s begins the names of Services: give one of small letters, digits and dashes that begins with a letter" .Release.Name) }}
 {{- end }}
+{{- if $v.trial }}
+{{- if include "rose.active" . }}
+{{- fail "trial=true is for looking, with a store and certificates that are not for production: leave trial out for mode Active, or set mode=Advisory" }}
+{{- end }}
+{{- if ne $v.role "all" }}
+{{- fail "trial=true has all of ROSE in one cluster: leave role out" }}
+{{- end }}
+{{- if $v.store.endpoints }}
+{{- fail "trial=true has a store of its own: leave store.endpoints out" }}
+{{- end }}
+{{- end }}
 {{- if and $v.tls.insecure $v.tls.certManager.enabled }}
 {{- fail "tls.insecure and tls.certManager.enabled contradict each other: leave one of them out" }}
 {{- end }}
 {{- if and $v.tls.certManager.enabled (not $v.tls.certManager.issuer.name) }}
 {{- fail "tls.certManager.issuer.name is missing: name an Issuer or ClusterIssuer whose CA is ROSE's own" }}
 {{- end }}
-{{- if not $v.tls.insecure }}
+{{- if not (or $v.tls.insecure (include "rose.selfMade" .)) }}
 {{- $roles := list }}
 {{- if $control }}{{ $roles = list "scheduler" "operator" }}{{ end }}
 {{- if include "rose.hasGateway" . }}{{ $roles = append $roles "gateway" }}{{ end }}
@@ -20,7 +31,7 @@
 {{- if and $nodes (not $v.tls.certManager.enabled) }}{{ $roles = append $roles "nodes" }}{{ end }}
 {{- range $role := $roles }}
 {{- if not (include "rose.secret" (list $ $role)) }}
-{{- fail (printf "tls.secrets.%s is missing, and without certificates the ports would ask nobody who he is: name the secret, or set tls.certManager.enabled, or fence the network and set tls.insecure=true" $role) }}
+{{- fail (printf "tls.secrets.%s is missing, and without certificates the ports would ask nobody who he is: name the secret, or set tls.certManager.enabled, or stay at mode=Advisory, where they are self-made, or fence the network and set tls.insecure=true" $role) }}
 {{- end }}
 {{- end }}
 {{- if and $nodes $v.tls.certManager.enabled (not $v.tls.secrets.nodes) (not $v.tls.certManager.nodes) }}
@@ -38,8 +49,16 @@
 {{- if and $v.store.own.enabled $v.store.endpoints }}
 {{- fail "store.endpoints names an etcd, and store.own.enabled runs another: set store.own.enabled=false" }}
 {{- end }}
-{{- if not (or $v.store.own.enabled $v.store.endpoints) }}
+{{- if not (or $v.trial $v.store.own.enabled $v.store.endpoints) }}
 {{- fail "there is no store: give store.endpoints, or set store.own.enabled=true" }}
+{{- end }}
+{{- with lookup "apps/v1" "StatefulSet" .Release.Namespace (printf "%s-etcd" (include "rose.name" .)) }}
+{{- if $v.trial }}
+{{- fail "trial=true would leave the etcd of this release behind: leave trial out, or install the trial under another name" }}
+{{- end }}
+{{- if and $v.store.own.enabled (ne (int .spec.replicas) (int $v.store.own.members)) }}
+{{- fail (printf "store.own.members is %v, and the etcd of this release has %v: its members know each other, so set store.own.members=%[2]v; docs/operators/backup.md moves a store into another" $v.store.own.members .spec.replicas) }}
+{{- end }}
 {{- end }}
 {{- if and $v.store.user (not $v.store.passwordSecret) }}
 {{- fail "store.user has a password: name the secret in store.passwordSecret" }}
@@ -80,6 +99,13 @@
 {{- mulf (regexFind "^[0-9.]+" . | float64) (get (dict "ms" 0.001 "s" 1.0 "m" 60.0 "h" 3600.0) $unit) -}}
 {{- end }}
 
+{{- /* Helm takes a zone that it does not know for UTC, and knows none on a machine without a list. */ -}}
+{{- define "rose.unknownZone" -}}
+{{- $noon := toDate "2006-01-02" "2024-01-01" }}
+{{- $utc := list "UTC" "Etc/UTC" "UCT" "Etc/UCT" "Zulu" "Etc/Zulu" "Universal" "Etc/Universal" }}
+{{- if and (ne (dateInZone "MST" $noon "Europe/Berlin") "UTC") (eq (dateInZone "MST" $noon .) "UTC") (not (has . $utc)) }}yes{{ end -}}
+{{- end }}
+
 {{- /* What a scheduler would refuse once all else is installed: said before anything is. */ -}}
 {{- define "rose.policyChecks" -}}
 {{- $policy := .Values.policy }}
@@ -114,9 +140,17 @@
 {{- end }}
 {{- end }}
 {{- end }}
-{{- range $policy.blackoutWindows }}
+{{- range $path := list "blackoutWindows" "allowedWindows" "during" }}
+{{- range (get $policy $path | default list) }}
 {{- if or (eq .from .to) (eq .from "24:00") }}
-{{- fail (printf "policy.blackoutWindows: a window from %s to %s is empty: write 00:00 to 24:00 for whole days" .from .to) }}
+{{- fail (printf "policy.%s: a window from %s to %s is empty: write 00:00 to 24:00 for whole days" $path .from .to) }}
+{{- end }}
+{{- if and .days (ne (len .days) (len (uniq .days))) }}
+{{- fail (printf "policy.%s: a day is there twice: name each once" $path) }}
+{{- end }}
+{{- if include "rose.unknownZone" .timeZone }}
+{{- fail (printf "policy.%s: there is no time zone %s: write an IANA name, as Europe/Berlin or UTC" $path .timeZone) }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- $jobs := list }}

@@ -39,12 +39,12 @@ helm.sh/chart: {{ printf "%s-%s" $.Chart.Name ($.Chart.Version | replace "+" "_"
 {{- $image := index (index . 0).Values.images (index . 1) -}}
 {{- if $image.digest -}}
 {{ $image.repository }}@{{ $image.digest }}
-{{- else if and $image.unpinned $image.tag -}}
-{{ $image.repository }}:{{ $image.tag }}
+{{- else if or $image.unpinned (not (include "rose.active" (index . 0))) -}}
+{{ $image.repository }}:{{ $image.tag | default (index . 0).Chart.AppVersion }}
 {{- else -}}
 {{- /* What is wrong besides may be why nobody gave it. */ -}}
 {{- include "rose.checks" (index . 0) -}}
-{{- fail (printf "images.%s.digest is missing: give the sha256 of the image that is to run (`make images` prints it)" (index . 1)) -}}
+{{- fail (printf "images.%s.digest is missing: in mode Active give the sha256 of the image that is to run (`make images` prints it), or images.%[1]s.unpinned=true" (index . 1)) -}}
 {{- end -}}
 {{- end }}
 
@@ -67,6 +67,11 @@ imagePullSecrets:
 {{- else if $.Values.tls.certManager.enabled -}}
 {{ include "rose.name" $ }}-{{ $role }}-tls
 {{- end -}}
+{{- end }}
+
+{{- /* A secret with a role's ca.crt, for who scrapes it: (list $ "scheduler") */ -}}
+{{- define "rose.caSecret" -}}
+{{- include "rose.secret" . | default (printf "%s-ca" (include "rose.name" (index . 0))) -}}
 {{- end }}
 
 {{- /* Options of any process: its certificate, or that it has none. */ -}}
@@ -95,6 +100,9 @@ imagePullSecrets:
 {{- end }}
 
 {{- define "rose.store" -}}
+{{- if .Values.trial -}}
+/var/lib/rose/scheduler.sqlite
+{{- else -}}
 {{- $hosts := .Values.store.endpoints -}}
 {{- if .Values.store.own.enabled -}}
 {{- $hosts = list -}}
@@ -103,6 +111,7 @@ imagePullSecrets:
 {{- end -}}
 {{- end -}}
 etcd://{{ join "," $hosts }}/{{ .Values.store.prefix }}
+{{- end }}
 {{- end }}
 
 {{- /* How a node reaches its GPUs; nothing unless it is to lend. */ -}}
@@ -215,6 +224,8 @@ seccompProfile: { type: RuntimeDefault }
 {{ .Values.tls.secrets.nodes }}
 {{- else if .Values.tls.certManager.nodes -}}
 {{ include "rose.name" . }}-node-{{ first .Values.tls.certManager.nodes }}-tls
+{{- else -}}
+{{ include "rose.name" . }}-ca
 {{- end -}}
 {{- end }}
 
@@ -227,4 +238,9 @@ seccompProfile: { type: RuntimeDefault }
 {{- define "rose.dnsEgress" -}}
 - to: {{- toYaml .Values.networkPolicy.peers.dns | nindent 4 }}
   ports: [ { protocol: UDP, port: 53 }, { protocol: TCP, port: 53 } ]
+{{- end }}
+
+{{- /* A Service may follow the leader where it is one pod, or marks itself by a token of the API server. */ -}}
+{{- define "rose.hasLeaderService" -}}
+{{- if and (include "rose.hasControl" .) (or (eq (int .Values.scheduler.replicas) 1) (include "rose.asksApiServer" .)) }}true{{ end -}}
 {{- end }}

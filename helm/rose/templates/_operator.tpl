@@ -25,6 +25,6 @@ resources: { requests: { cpu: 50m, memory: 128Mi }, limits: { memory: 512Mi } }
 {{- define "rose.operatorVolumes" -}}
 - { name: tmp, emptyDir: { sizeLimit: 64Mi } }
 {{- if not .Values.tls.insecure }}
-- { name: tls, secret: { secretName: {{ include "rose.secret" (list $ "operator") }}, defaultMode: 0440 } }
+{{ include "rose.tlsVolumes" (list $ "operator") }}
 {{- end }}
 {{- end }}

@@ -55,6 +55,7 @@ def _certs_parser(prog: str) -> Parser:
         help="name or address under which HTTP clients reach it (default: this machine)",
     )
     issue.add_argument("--ttl", type=duration_s, default=LIFE_S, metavar="TIME", help="30d")
+    issue.add_argument("--cluster", default="", metavar="NAME", help="where its CA names none")
     issue.set_defaults(run=_issue)
     show = commands.add_parser("show", help="say whose certificates these are, and until when")
     show.add_argument("files", nargs="+", type=Path, metavar="FILE")
@@ -75,7 +76,7 @@ def _init(args: argparse.Namespace) -> int:
 def _issue(args: argparse.Namespace) -> int:
     if args.role == Role.TRAINER:
         Identity.check_job(args.name)
-    ca = DevelopmentCa.open(args.dir)
+    ca = DevelopmentCa.open(args.dir, args.cluster)
     issued = ca.issue(Role(args.role), args.name, args.host or LOOPBACK, args.ttl)
     say(
         f"{issued.identity.uri} for {_span(args.ttl)}; start it with --ca {ca.file}"

@@ -26,6 +26,7 @@ OTHERS_FLAGS = {
     "--for",
     "--from",
     "--namespace",
+    "--patch-file",
     "--timeout",
     "--values",
     # Options of engines and pip.

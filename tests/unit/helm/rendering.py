@@ -22,6 +22,13 @@ LEAST: Object = {
     "images": {name: {"digest": DIGEST} for name in ("control", "etcd")},
     "tls": {"insecure": True},
 }
+# Certificates of the chart's own making, as without any values.
+SELF_MADE: Object = {"tls": {"insecure": False}}
+TRIAL: Object = {
+    "trial": True,
+    "images": {name: {"digest": ""} for name in ("control", "etcd")},
+    **SELF_MADE,
+}
 CERT_MANAGER: Object = {
     "tls": {
         "insecure": False,

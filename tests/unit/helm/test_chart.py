@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helm_python import Chart, HelmError, lint
+from helm_python import Chart, lint
 
 from elastic_scheduler.capacity import PolicyMode, parse_policy
 from rose.security.roles import Identity, Role, server_name
@@ -21,6 +21,8 @@ from tests.unit.helm.rendering import (
     NODES_ONLY,
     RELAY,
     SECRETS,
+    SELF_MADE,
+    TRIAL,
     Object,
     chart,
     containers,
@@ -42,8 +44,10 @@ ALL: tuple[Object, ...] = (
     joined(ACTIVE, RELAY, CERT_MANAGER, {"node": {"sharedFolder": {"prepare": True}}}),
     joined(NODES_ONLY, SECRETS),
     {"role": "control"},
+    joined(TRIAL, {"images": {"control": {"digest": DIGEST}}}),
+    joined(SELF_MADE, RELAY),
 )
-NAMES = ("least", "secrets", "cert-manager", "nodes", "control")
+NAMES = ("least", "secrets", "cert-manager", "nodes", "control", "trial", "self-made")
 
 
 # ---- lint, defaults ----
@@ -580,6 +584,7 @@ def test_a_long_name_still_makes_names() -> None:
                 assert len(line.removeprefix("  name: ")) <= 63
 
 
-def test_a_chart_without_a_digest_is_not_installed() -> None:
-    with pytest.raises(HelmError, match="digest"):
-        chart().render(values={"tls": {"insecure": True}})
+def test_the_chart_is_installed_without_any_values() -> None:
+    text = chart().render(values={}, name="r")
+    assert "image: rose:" in text["rose/templates/scheduler.yaml"]
+    assert "image: registry.k8s.io/etcd:3.5." in text["rose/templates/etcd.yaml"]

@@ -22,12 +22,15 @@ from tests.unit.helm.rendering import (
     NODES_ONLY,
     RELAY,
     SECRETS,
+    SELF_MADE,
+    TRIAL,
     Object,
     chart,
     joined,
 )
 
 ROOT = Path(__file__).parents[3]
+VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
 
 
 def test_what_is_generated_is_current() -> None:
@@ -57,7 +60,16 @@ def test_only_global_and_enabled_may_be_anything() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{}, SECRETS, CERT_MANAGER, NODES_ONLY, ACTIVE, RELAY, {"policy": {"maxHostBusy": None}}],
+    [
+        {},
+        SECRETS,
+        CERT_MANAGER,
+        NODES_ONLY,
+        ACTIVE,
+        RELAY,
+        TRIAL,
+        {"policy": {"maxHostBusy": None}},
+    ],
 )
 def test_schema_and_model_take_the_same(values: Object) -> None:
     merged = chart().merge_values(joined(LEAST, values))
@@ -74,9 +86,6 @@ WRONG: list[tuple[Object, str]] = [
     ({"cluster": "Prod Cluster"}, "cluster"),
     ({"schedulers": ["nowhere"]}, "schedulers"),
     ({"images": {"control": {"digest": "sha256:abc"}}}, "digest"),
-    ({"images": {"control": {"digest": ""}}}, "digest"),
-    ({"images": {"control": {"digest": "", "tag": "dev"}}}, "digest"),
-    ({"images": {"control": {"digest": "", "unpinned": True}}}, "tag"),
     ({"images": {"control": {"pullPolicy": "Sometimes"}}}, "pullPolicy"),
     ({"scheduler": {"replicas": 0}}, "replicas"),
     ({"scheduler": {"port": 70_000}}, "port"),
@@ -109,7 +118,11 @@ def test_the_schema_refuses_it_by_name(values: Object, word: str) -> None:
 
 # Values that the schema takes one by one, and the sentence that refuses them together.
 TOGETHER: list[tuple[Object, str]] = [
-    ({"tls": {"insecure": False}}, r"tls\.secrets\.scheduler is missing.*or fence the network"),
+    (joined(ACTIVE, SELF_MADE), r"tls\.secrets\.scheduler is missing.*or fence the network"),
+    ({"tls": {"insecure": False, "secrets": {"scheduler": "s"}}}, r"tls\.secrets\.operator"),
+    (joined(ACTIVE, {"trial": True}), "leave trial out for mode Active"),
+    ({"trial": True, "role": "control"}, "leave role out"),
+    ({"trial": True, "store": {"endpoints": ["e:2379"]}}, "leave store.endpoints out"),
     (joined(CERT_MANAGER, {"tls": {"insecure": True}}), "contradict each other"),
     (joined(CERT_MANAGER, {"tls": {"certManager": {"issuer": {"name": ""}}}}), "issuer.name"),
     (joined(CERT_MANAGER, {"tls": {"certManager": {"nodes": []}}}), "name the Kubernetes nodes"),
@@ -126,7 +139,8 @@ TOGETHER: list[tuple[Object, str]] = [
     ({"mode": "Active"}, "node.config.replicas names none"),
     (joined(ACTIVE, {"node": {"config": {"verify_key": None}}}), "node.config.verify_key"),
     (joined(ACTIVE, {"images": {"node": {"digest": ""}}}), "images.node.digest is missing"),
-    ({"images": {"etcd": {"digest": ""}}}, "images.etcd.digest is missing"),
+    (joined(ACTIVE, {"images": {"etcd": {"digest": ""}}}), "images.etcd.digest is missing"),
+    (joined(ACTIVE, {"images": {"control": {"digest": ""}}}), "images.control.digest is missing"),
     ({"node": {"models": {"hostPath": "/m", "claim": "c"}}}, "leave one of them out"),
 ]
 
@@ -158,7 +172,16 @@ REFUSED: list[Object] = [
     {"maxHarvest": {"compute": 0}},
     {"maxHarvest": {"nodes": "0%"}},
     {"maxHarvest": {"memory": "0Gi"}},
-    {"blackoutWindows": [{"from": "08:00", "to": "08:00", "timeZone": "UTC"}]},
+    *(
+        {kind: [{"from": "08:00", "to": "18:00", "timeZone": "UTC", **wrong}]}
+        for kind in ("blackoutWindows", "allowedWindows", "during")
+        for wrong in (
+            {"to": "08:00"},
+            {"days": ["Mon", "Mon"]},
+            {"timeZone": "Europe/Berln"},
+            {"timeZone": "CEST"},
+        )
+    ),
     {"tenants": [{"job": "a"}, {"job": "a"}]},
 ]
 
@@ -181,6 +204,10 @@ TAKEN: Object = {
     "maxHostBusy": {"share": 0.9, "resume": 0.8, "over": "2m"},
     "maxHarvest": {"compute": 0.5, "memory": "8Gi", "nodes": 3},
     "tenants": [{"job": "a"}, {"job": "b"}],
+    "blackoutWindows": [
+        {"from": "08:00", "to": "18:00", "timeZone": zone, "days": ["Mon", "Tue"]}
+        for zone in ("UTC", "Etc/UTC", "Zulu", "Europe/Berlin", "Europe/London", "Africa/Abidjan")
+    ],
 }
 
 
@@ -189,11 +216,27 @@ def test_what_schedulers_take_is_installed() -> None:
     assert chart().render(values=joined(LEAST, ACTIVE, {"policy": TAKEN}))
 
 
-def test_a_trial_may_take_a_tag_that_it_names() -> None:
-    image: dict[str, Any] = {"digest": "", "tag": "dev", "unpinned": True}
-    text = chart().render(values=joined(LEAST, {"images": {"control": image}}))
-    assert "image: rose:dev" in text["rose/templates/scheduler.yaml"]
-    assert "WARNING: images.control" in text["rose/templates/NOTES.txt"]
+@pytest.mark.parametrize(
+    ("given", "mode", "image", "note"),
+    [
+        ({"digest": DIGEST}, {}, f"rose@{DIGEST}", ""),
+        ({"digest": ""}, {}, f"rose:{VERSION}", "images.control: by tag"),
+        ({"digest": "", "tag": "dev"}, {}, "rose:dev", "images.control: by tag"),
+        (
+            {"digest": "", "tag": "dev", "unpinned": True},
+            ACTIVE,
+            "rose:dev",
+            "WARNING: images.control: by tag",
+        ),
+    ],
+)
+def test_tags_are_taken_in_advisory_and_in_active_where_they_are_wanted(
+    given: dict[str, Any], mode: Object, image: str, note: str
+) -> None:
+    text = chart().render(values=joined(LEAST, mode, {"images": {"control": given}}))
+    assert f"image: {image}\n" in text["rose/templates/scheduler.yaml"]
+    notes = text["rose/templates/NOTES.txt"]
+    assert note in notes if note else "by tag" not in notes
 
 
 def test_null_takes_a_default_away() -> None:

@@ -152,7 +152,10 @@ async def test_a_standby_alone_is_told_from_a_scheduler_that_is_not_there(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        for leader, hint in (("", "and knows of no leader"), ("127.0.0.1:1", "for 127.0.0.1:1")):
+        for leader, hint in (
+            ("", "and knows of no leader"),
+            ("127.0.0.1:1", "for 127.0.0.1:1.*port-forward.*svc/rose-leader"),
+        ):
             standby.leader = leader
             client = SchedulerClient(f"127.0.0.1:{port}", timeout_s=0.3)
             with pytest.raises(UnavailableError, match=f"stands by.*{hint}") as caught:
