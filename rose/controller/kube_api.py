@@ -1,4 +1,4 @@
-"""KubeApi: the few calls of the API server that the controller makes, each bounded in time.
+"""KubeApi: the few calls of the API server that schedulers make, each bounded in time.
 
 The official client reads kubeconfigs and a pod's token, and renews it; its connections carry the
 calls. All methods block, and are for threads.
@@ -19,6 +19,7 @@ from rose.errors import ConfigError, UnavailableError
 
 PATH: Final = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
 EVENTS: Final = f"/api/v1/namespaces/{EVENTS_IN}/events"
+LEADER_LABEL: Final = "rose.dev/leader"
 JSON: Final = "application/json"
 # Names, uids and versions: a tenth of the bytes of the objects.
 METADATA: Final = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
@@ -106,6 +107,14 @@ class KubeApi:
         except ApiError as error:
             if error.code != 409:
                 raise
+
+    def mark_leader(self, pod: str, leads: bool) -> None:
+        """Set or remove the label of the leader on a pod NAMESPACE/NAME. Raises ApiError."""
+        namespace, _, name = pod.partition("/")
+        body = {"metadata": {"labels": {LEADER_LABEL: "true" if leads else None}}}
+        # The right to a pod's status covers its labels, and never its spec.
+        path = f"/api/v1/namespaces/{namespace}/pods/{name}/status"
+        self._read("PATCH", path, body, content=MERGE)
 
     def _read(
         self,

@@ -30,7 +30,7 @@ from rose.command_line.parser import (
     taken_log_limits,
 )
 from rose.controller.controller import PolicyController
-from rose.controller.kube_api import KubeApi
+from rose.controller.kube_api import LEADER_LABEL, ApiError, KubeApi
 from rose.dashboard import (
     DashboardServer,
     DashboardSettings,
@@ -80,6 +80,7 @@ STOP_GRACE_S = 0.5
 # A new process lets its callers wait this long for a leader: its predecessor's lease may last.
 KNOWN_S = 3.0
 KNOWN_LOOK_S = 0.02
+MARK_S = 0.5
 # Records of lent time and memory, for `rose usage`.
 USAGE = "usage.jsonl"
 USAGE_EVERY_S = 60.0
@@ -109,6 +110,7 @@ class SchedulerSettings:
     jobs: tuple[JobRecord, ...] = ()
     kubernetes: bool = False
     kubeconfig: Path | None = None
+    pod: str = ""
     dashboard: DashboardSettings | None = None
 
     def __post_init__(self) -> None:
@@ -131,6 +133,8 @@ class SchedulerSettings:
             raise ConfigError("--hold-s is of the policy rose; leave it out, or give --policy rose")
         if self.hold_s is not None and not 1 <= self.hold_s <= MOST_HOLD_S:
             raise ConfigError(f"--hold-s {self.hold_s}: choose 1 to {MOST_HOLD_S:.0f}")
+        if self.pod and (self.pod.count("/") != 1 or not self.kubernetes or self.kubeconfig):
+            raise ConfigError("--pod is this pod's NAMESPACE/NAME; give it with --kubernetes alone")
         if self.advertise and not is_address(self.advertise):
             raise ConfigError(f"{self.advertise!r} is no address; give --advertise HOST:PORT")
 
@@ -204,6 +208,12 @@ def parser(prog: str = "rose scheduler") -> Parser:
         type=Path,
         metavar="FILE",
         help="act on those of this file's cluster",
+    )
+    add(
+        "--pod",
+        default="",
+        metavar="NAMESPACE/NAME",
+        help=f"own pod, labelled {LEADER_LABEL} while this scheduler leads; with --kubernetes",
     )
     add_dashboard_options(parser)
     add_certificate_options(parser)
@@ -298,6 +308,11 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             looks.start("dashboard", watch.run, restarts=None)
             stack.push_async_callback(looks.close)
 
+        if api is not None and settings.pod:
+            marks = Background(events.write)
+            marks.start("mark", partial(_mark, api, settings.pod, handlers, events), restarts=None)
+            stack.push_async_callback(marks.close)
+
         def known() -> bool:
             return stop.is_set() or handlers.leads or leadership.address not in ("", me)
 
@@ -378,6 +393,23 @@ async def _lead(
 
 def _standing(leadership: Leadership, me: str) -> LeaderInfo:
     return LeaderInfo(leadership.address, me)
+
+
+async def _mark(api: KubeApi, pod: str, handlers: LeaderHandlers, events: EventLog) -> None:
+    """Keep the label of the own pod as `handlers` lead or not; an earlier container left any."""
+    marked: bool | None = None
+    trouble = ""
+    while True:
+        leads, before = handlers.leads, trouble
+        if leads is not marked:
+            try:
+                await asyncio.to_thread(api.mark_leader, pod, leads)
+                marked, trouble = leads, ""
+            except ApiError as error:
+                trouble = str(error)
+                if not before:
+                    events.write("leader_unmarked", pod=pod, message=trouble)
+        await asyncio.sleep(MARK_S)
 
 
 async def _keep_usage(core: SchedulerCore, usage: UsageLog) -> None:

@@ -1,5 +1,6 @@
 """The controller's calls over HTTP: what they ask for, and what a refusal tells."""
 
+import asyncio
 import json
 import sys
 import threading
@@ -12,9 +13,11 @@ import pytest
 import urllib3
 
 import rose.controller.kube_api
+import rose.main.scheduler
 from rose.controller.kube_api import METADATA, NO_DEFINITION, PATH, ApiError, KubeApi
 from rose.errors import ConfigError
-from rose.main.scheduler import main
+from rose.main.scheduler import _mark, main, settings_of
+from tests.harness.waiting import PATIENCE_S, until_async
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -144,6 +147,69 @@ def test_an_event_that_is_there_already_will_do(api: KubeApi) -> None:
     answer(403, refusal("cannot create events"))
     with pytest.raises(ApiError, match="cannot create events"):
         api.create_event({"metadata": {"name": "e"}})
+
+
+def test_the_leader_is_a_label_that_leaves_a_pods_spec_alone(api: KubeApi) -> None:
+    answer(200, b"{}")
+    for leads, value in ((True, "true"), (False, None)):
+        api.mark_leader("rose-system/rose-scheduler-x", leads)
+        method, path, headers, body = Handler.asked.pop()
+        assert method == "PATCH"
+        assert path == "/api/v1/namespaces/rose-system/pods/rose-scheduler-x/status"
+        assert headers["Content-Type"] == "application/merge-patch+json"
+        # By RFC 7386 a null takes the label away.
+        assert json.loads(body) == {"metadata": {"labels": {"rose.dev/leader": value}}}
+
+
+async def test_a_scheduler_marks_its_pod_as_it_leads_and_asks_again_where_it_could_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Marked:
+        def __init__(self) -> None:
+            self.said: list[bool] = []
+
+        def mark_leader(self, pod: str, leads: bool) -> None:
+            assert pod == "ns/p"
+            self.said.append(leads)
+            if len(self.said) in (2, 3):
+                raise ApiError(403, "cannot patch pods/status")
+
+    class Handlers:
+        leads = False
+
+    class Events:
+        said: ClassVar[list[str]] = []
+
+        def write(self, event: str, **fields: object) -> None:
+            self.said.append(event)
+
+    monkeypatch.setattr(rose.main.scheduler, "MARK_S", 0.001)
+    api, handlers, events = Marked(), Handlers(), Events()
+    task = asyncio.create_task(_mark(api, "ns/p", handlers, events))  # type: ignore[arg-type]
+    try:
+        # A container of the same pod may have led and died: the first word is that it stands by.
+        await until_async(lambda: api.said == [False], PATIENCE_S, "the pod is marked")
+        handlers.leads = True
+        await until_async(
+            lambda: api.said == [False, True, True, True], PATIENCE_S, "the pod is marked"
+        )
+        handlers.leads = False
+        await until_async(lambda: api.said[4:] == [False], PATIENCE_S, "the pod is marked")
+    finally:
+        task.cancel()
+    assert events.said == ["leader_unmarked"], "a refusal is said once"
+
+
+def test_a_pod_is_named_whole_and_only_where_its_api_server_is_asked() -> None:
+    given = ["--store", "s.sqlite", "--log-dir", "."]
+    assert settings_of([*given, "--kubernetes", "--pod", "ns/p"]).pod == "ns/p"
+    for wrong in (
+        ["--kubernetes", "--pod", "p"],
+        ["--pod", "ns/p"],
+        ["--kubeconfig", "config", "--pod", "ns/p"],
+    ):
+        with pytest.raises(ConfigError, match="--pod is this pod's NAMESPACE/NAME"):
+            settings_of([*given, *wrong])
 
 
 def test_a_server_that_is_not_there_does_not_answer() -> None:

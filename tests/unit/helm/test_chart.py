@@ -376,8 +376,8 @@ def test_nobody_gets_more_than_policies_and_one_secret() -> None:
         if "secrets" in rule["resources"]:
             assert rule["resourceNames"] == ["own-operator"]
             assert rule["verbs"] == ["get"]
-        elif rule["resources"] == ["events"]:
-            assert rule["verbs"] == ["create"]
+        elif rule["resources"] in (["events"], ["pods/status"]):
+            assert rule["verbs"] == ["create" if rule["resources"] == ["events"] else "patch"]
         else:
             assert rule["apiGroups"] == ["rose.dev"]
     (subject,) = objects(values)["RoleBinding/r-operator"]["subjects"]

@@ -414,6 +414,33 @@ def test_the_token_reads_policies_writes_their_status_and_tells_of_changes() -> 
         ]
 
 
+def test_the_leader_may_label_its_own_pod_and_no_other() -> None:
+    found = objects()
+    role = {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]}
+    assert found["Role/r-controller"]["rules"] == [role]
+    fence = found["ValidatingAdmissionPolicy/r-controller-rose-system"]["spec"]
+    assert (
+        '"system:serviceaccount:rose-system:r-scheduler"'
+        in fence["matchConditions"][0]["expression"]
+    )
+    own, same = [each["expression"] for each in fence["validations"]]
+    assert "authentication.kubernetes.io/pod-name" in own
+    assert same == "object.status == oldObject.status"
+    binding = found["ValidatingAdmissionPolicyBinding/r-controller-rose-system"]["spec"]
+    assert binding["policyName"] == "r-controller-rose-system"
+    selector = found["Service/r-leader"]["spec"]["selector"]
+    assert selector["rose.dev/leader"] == "true"
+    (container,) = pods()[SCHEDULER]["containers"]
+    assert "--pod=rose-system/$(POD_NAME)" in container["args"]
+
+
+@pytest.mark.parametrize("values", [OFF, OTHER], ids=["off", "other cluster"])
+def test_without_a_token_only_a_single_scheduler_is_followed(values: Object) -> None:
+    assert "Service/r-leader" not in objects(values)
+    assert "Service/r-leader" in objects(values, {"scheduler": {"replicas": 1}})
+    assert not settings_of(words(SCHEDULER, values)[1:]).pod
+
+
 def test_roles_may_be_somebody_elses_to_make() -> None:
     assert not [key for key in objects({"rbac": {"create": False}}) if "Role" in key]
 
