@@ -11,6 +11,7 @@ waited for such a machine are taken as they are read; only its peers' keepalives
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 
 def boot_clock_s() -> float:
@@ -18,6 +19,18 @@ def boot_clock_s() -> float:
     suspended.
     """
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def utc_text(unix_s: float) -> str:
+    """Return Unix seconds as RFC 3339 in UTC, `2026-11-26T16:12:24.123Z`.
+
+    Raises ValueError for a time outside the years 1 to 9999.
+    """
+    try:
+        when = datetime.fromtimestamp(unix_s, UTC)
+    except (OverflowError, OSError) as error:
+        raise ValueError(f"{unix_s} is no time: {error}") from None
+    return when.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class Stall:

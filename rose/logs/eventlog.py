@@ -14,6 +14,7 @@ from typing import Self, TypeVar
 
 import msgspec
 
+from rose.clock import utc_text
 from rose.errors import ConfigError, RoseError, decoded
 from rose.logs.rotating_jsonl import (
     BOUNDED,
@@ -101,7 +102,10 @@ Listener = Callable[[str, Mapping[str, object]], None]
 
 
 class EventLog:
-    """Event log of one process: leases, revocations, restarts, faults, by monotonic seconds."""
+    """Event log of one process: leases, revocations, restarts, faults.
+
+    Each event has its wall-clock time in UTC (`time`) and its monotonic seconds (`t_s`).
+    """
 
     def __init__(
         self,
@@ -124,7 +128,8 @@ class EventLog:
 
         Then call the listener; its error is logged and not raised.
         """
-        self.log.write({"t_s": time.monotonic(), "source": self._source, "event": event, **fields})
+        stamp = {"time": utc_text(time.time()), "t_s": time.monotonic(), "source": self._source}
+        self.log.write({**stamp, "event": event, **fields})
         if self._listener:
             try:
                 self._listener(event, fields)

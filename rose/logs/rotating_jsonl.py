@@ -4,7 +4,7 @@ The thread waits for slow disks and pipes, so that no other thread has to.
 
 A record that cannot be written (disk full, I/O error, folder gone) is dropped and counted. The file
 is tried again every RETRY_S, and its first line after that says how many records are missing:
-    {"records_dropped":12,"t_s":…,"event":"records_dropped","message":"No space left on device"}
+    {"records_dropped":12,"t_s":…,"time":…,"event":"records_dropped","message":"No space left"}
 A line is there whole or not at all. Parts, oldest first: `x.jsonl.2`, `x.jsonl.1`, `x.jsonl`.
 """
 
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
+from rose.clock import utc_text
 from rose.errors import ConfigError
 
 # Lines that wait for a slow disk: some minutes of a node's samples.
@@ -260,7 +261,8 @@ class BoundedFile:
             unsaid = self._unsaid
         if not unsaid:
             return
-        said = {DROPPED: unsaid, "t_s": time.monotonic(), "event": DROPPED, **self._marker}
+        when = {"t_s": time.monotonic(), "time": utc_text(time.time())}
+        said = {DROPPED: unsaid, **when, "event": DROPPED, **self._marker}
         why = self._trouble or "more records than the disk took"
         self._write(json.dumps({**said, "message": why}, separators=(",", ":")).encode() + b"\n")
         with self._counting:

@@ -24,6 +24,7 @@ from typing import Protocol
 import aiohttp
 
 from rose.addresses import host_port
+from rose.clock import utc_text
 from rose.contract.weights import UpdateApplied
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.logs.eventlog import EventLog, JsonlLog
@@ -589,6 +590,7 @@ class Updates:
     def _record(self, job: str, version: int, applied: UpdateApplied, wire_bytes: int) -> None:
         self._activations.write(
             {
+                "time": utc_text(time.time()),
                 "t_s": time.monotonic(),
                 "replica": self._replica,
                 "kind": self._kind,

@@ -1,6 +1,6 @@
 """Audit log: grants, revocations, policy changes, kills and activations as a chain of hashes.
 
-    {"n":7,"t":…,"source":"scheduler","event":"lease_granted",…,"prev":H6,"hash":H7}
+    {"n":7,"time":"2026-11-26T16:12:24.123Z","t":…,"source":"scheduler","event":"lease_granted",…,"prev":H6,"hash":H7}
 
 `hash` is the SHA-256 of the line before it and of `prev`, so a line that is edited, removed or
 swapped breaks the chain, unless it is among the last. `audit-NAME.head` covers those: it has the
@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rose.clock import utc_text
 from rose.errors import ConfigError, decoded
 from rose.logs.rotating_jsonl import (
     LogLimits,
@@ -59,8 +60,8 @@ def audit_file(folder: Path, source: str) -> Path:
 class Record(msgspec.Struct):
     """One line of an audit log.
 
-    n: number in the chain. t: Unix seconds. by: the operator who asked, "" if none. lost: number of
-    records before it that could not be written.
+    n: number in the chain. t: Unix seconds. time: the same in RFC 3339, "" in older records. by:
+    the operator who asked, "" if none. lost: number of records before it that could not be written.
     """
 
     n: int
@@ -72,6 +73,7 @@ class Record(msgspec.Struct):
     hash: str
     by: str = ""
     lost: int = 0
+    time: str = ""
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -169,7 +171,9 @@ class AuditLog:
         said = {"cut": text[:MAX_CUT_CHARS]}
         if len(text) <= MAX_FIELDS_CHARS:
             said = json.loads(text, parse_constant=str)
-        body = {"t": self._clock(), "source": self._source, "event": event, "by": _clean(by)[:400]}
+        now_s = self._clock()
+        body = {"time": utc_text(now_s), "t": now_s, "source": self._source, "event": event}
+        body["by"] = _clean(by)[:400]
         if not self._thread.put(partial(self._append, {**body, "fields": said})):
             self._lose()
 

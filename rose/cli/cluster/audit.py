@@ -4,12 +4,12 @@ Exit code 0 for a whole chain, 1 for one with a fault, 2 for a file that is not 
 """
 
 import argparse
-import datetime
 import json
 import re
 from collections import deque
 from pathlib import Path
 
+from rose.clock import utc_text
 from rose.command_line.output import Format, View, add_output_options, say, write
 from rose.command_line.parser import Parser
 from rose.security.audit_log import Record, opened, read, verify
@@ -69,7 +69,7 @@ def _tail(args: argparse.Namespace) -> int:
 
 
 def _line_of(record: Record) -> str:
-    when = datetime.datetime.fromtimestamp(record.t, datetime.UTC)
     by = f" by {record.by}" if record.by else ""
     fields = json.dumps(record.fields, separators=(", ", ": "))
-    return f"{when:%Y-%m-%d %H:%M:%S}Z {record.n} {record.source} {record.event}{by} {fields}"
+    when = utc_text(record.t)
+    return f"{when} {record.n} {record.source} {record.event}{by} {fields}"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rose.clock import utc_text
 from rose.command_line.output import Format, Table, View, add_output_options, note, write
 from rose.command_line.parser import Parser, duration_s
 from rose.errors import ConfigError
@@ -39,8 +40,9 @@ def parser(prog: str) -> Parser:
 
 def _run(args: argparse.Namespace) -> int:
     columns = COLUMNS if args.by == "both" else (args.by,)
-    sums = _summed(args.files, time.time() - args.since, columns)
-    write(_view(columns, sums), Format(args.output))
+    since_s = time.time() - args.since
+    sums = _summed(args.files, since_s, columns)
+    write(_view(columns, sums, since_s), Format(args.output))
     return 0
 
 
@@ -80,7 +82,7 @@ def _records(
                     raise ConfigError(f"{part}, line {number}, is no record of usage") from error
 
 
-def _view(columns: Sequence[str], sums: Sums) -> View:
+def _view(columns: Sequence[str], sums: Sums, since_s: float) -> View:
     data = [
         dict(zip(columns, key, strict=True))
         | {
@@ -102,5 +104,9 @@ def _view(columns: Sequence[str], sums: Sums) -> View:
         for key, lent in sums.items()
     )
     titles = (*(column.upper() for column in columns), *FIGURES)
-    lines = () if sums else ("nothing was lent in this time",)
-    return View(data, lines, (Table(titles, rows, right=frozenset(FIGURES)),))
+    what = "lent" if sums else "nothing was lent"
+    return View(
+        data,
+        (f"{what} since {utc_text(since_s)}",),
+        (Table(titles, rows, right=frozenset(FIGURES)),),
+    )

@@ -26,6 +26,7 @@ from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 
+from rose.clock import utc_text
 from rose.command_line.output import say
 from rose.command_line.parser import Parser
 from rose.direct_http import open_directly
@@ -113,7 +114,7 @@ class Bundle:
         """
         said = {name: redacted(why, self.known) for name, why in self.missing.items()}
         manifest = {
-            "made_at_s": round(time.time()),
+            "made_at": utc_text(time.time()),
             "files": {name: len(text.encode()) for name, text in sorted(self.texts.items())},
             "missing": said,
         }

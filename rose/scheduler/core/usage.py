@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from rose.clock import utc_text
+
 # Label of a node's owner; without it the deployment of its hosts counts.
 OWNER_LABEL: Final = "rose.dev/owner"
 DEPLOYMENT_LABEL: Final = "rose.dev/deployment"
@@ -143,6 +145,7 @@ class UsageLog:
             if more.seconds > 0:
                 self._write(
                     {
+                        "time": utc_text(wall_s),
                         "t": wall_s,
                         "owner": owner,
                         "job": job,

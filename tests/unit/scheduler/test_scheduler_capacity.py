@@ -692,8 +692,9 @@ def test_usage_prints_sums_of_the_time_that_was_asked_for(
 ) -> None:
     assert main(["usage", "--since", "1d", str(records)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[1] == ["chat", "a", "1.00", "0.50", "1.00", "50"]
-    assert lines[2] == ["code", "a", "2.00", "2.00", "0.00", "7"]
+    assert lines[0][:2] == ["lent", "since"]
+    assert lines[3] == ["chat", "a", "1.00", "0.50", "1.00", "50"]
+    assert lines[4] == ["code", "a", "2.00", "2.00", "0.00", "7"]
     assert main(["usage", "--since", "1h", "--by", "job", "-o", "json", str(records)]) == 0
     row = {"job": "a", "leased_s": 7200.0, "gpu_s": 7200.0, "byte_s": 0, "tokens": 7}
     assert json.loads(capsys.readouterr().out) == [row]

@@ -10,7 +10,7 @@ import pytest
 
 from rose.cli.main import main
 from rose.logs.rotating_jsonl import LogLimits, log_parts
-from rose.security.audit_log import AuditLog, opened, verify
+from rose.security.audit_log import START, AuditLog, opened, sealed, verify
 
 SMALL = LogLimits(4 << 10, 3)
 
@@ -242,3 +242,13 @@ def test_the_command_line_verifies_and_shows(
     assert main(["audit", "verify", str(path.with_name("none"))]) == 2
     assert main(["audit", "verify", str(path), "--head", "x"]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_a_record_with_an_impossible_time_is_one_line(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"n": 1, "t": 1e300, "source": "s", "event": "e", "fields": {}}
+    path.write_bytes(sealed(record, START)[0])
+    assert main(["audit", "tail", str(path)]) == 0
+    assert "audit-scheduler.jsonl:1: 1e+300 is no time" in capsys.readouterr().out
