@@ -60,6 +60,8 @@ Labels = frozenset[tuple[str, str]]
 
 _LINE_NAME = re.compile(r"(?:# (?:TYPE|HELP) )?([A-Za-z_:][\w:]*)")
 _PARTS = ("_bucket", "_count", "_sum", "")
+# SGLang may export each rank of one engine; data-parallel ranks are engines of their own.
+_RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
 
 
 @dataclass(slots=True)
@@ -71,20 +73,29 @@ class Series:
     sums: dict[Labels, float] = field(default_factory=dict)
 
     def histogram(self) -> Histogram | None:
-        """Return the sum over label sets, at the bounds that all have; None without buckets.
+        """Return the sum over engines, at the bounds that all have; None without buckets.
 
         Raises ValueError for counts that fall or lack their last bucket.
         """
-        if not self.buckets:
+        # Ranks of one engine repeat its requests: the rank that counted most stands for all.
+        ranks: dict[Labels, tuple[float, float, dict[float, float]]] = {}
+        for labels, by_bound in self.buckets.items():
+            rank = max(by_bound.values()), self.sums.get(labels, 0.0), by_bound
+            engine = _without(dict(labels), *_RANKS)
+            ranks[engine] = max(rank, ranks.get(engine, rank), key=lambda each: each[:2])
+        if not ranks:
             return None
-        common = set.intersection(*(set(by_bound) for by_bound in self.buckets.values()))
+        held = [by_bound for _, _, by_bound in ranks.values()]
+        common = set.intersection(*map(set, held))
         if float("inf") not in common:
             raise ValueError("a histogram without +Inf bucket")
         bounds = sorted(common)
-        totals = [sum(held[bound] for held in self.buckets.values()) for bound in bounds]
+        totals = [sum(by_bound[bound] for by_bound in held) for bound in bounds]
         if not all(map(math.isfinite, totals)):
             raise ValueError(f"bucket counts {totals} are not finite")
-        return Histogram(tuple(bounds[:-1]), tuple(map(int, totals)), sum(self.sums.values()))
+        return Histogram(
+            tuple(bounds[:-1]), tuple(map(int, totals)), sum(r[1] for r in ranks.values())
+        )
 
 
 def known_series(text: str, model: str | None) -> dict[str, Series]:
@@ -141,10 +152,6 @@ def _add(found: dict[str, Series], name: str, labels: Mapping[str, str], value: 
 
 def _without(labels: Mapping[str, str], *names: str) -> Labels:
     return frozenset((name, value) for name, value in labels.items() if name not in names)
-
-
-# SGLang may export each rank of one engine; data-parallel ranks are engines of their own.
-_RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,20 @@ def test_sglang_is_summed_over_streams_and_engines_not_over_ranks_or_priorities(
     assert seen.tpot is None
 
 
+@pytest.mark.parametrize("rank", ["tp_rank", "pp_rank", "moe_ep_rank"])
+def test_requests_that_each_rank_of_an_engine_reports_count_once(rank: str) -> None:
+    name = "sglang:time_to_first_token_seconds"
+    # The second rank is one request behind; the data-parallel engine beside them is another.
+    counts = {(0, 0): 4, (0, 1): 3, (1, 0): 10}
+    text = page(
+        [
+            histogram(name, f'dp_rank="{dp}",{rank}="{each}"', {"0.5": 2, "+Inf": count}, count)
+            for (dp, each), count in counts.items()
+        ]
+    )
+    assert parse_scrape(text).ttft == Histogram((0.5,), (4, 14), 14.0)
+
+
 def test_a_router_s_underscores_are_read_as_colons() -> None:
     assert parse_scrape(vllm().replace("vllm:", "vllm_")) == parse_scrape(vllm())
 
