@@ -34,9 +34,12 @@ class GatewayCredentials:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise ConfigError("TLS needs `ca`, `certificate` and `key`; give all three or none")
+            lacking = "key" if self.key is None else "certificate"
+            raise ConfigError(
+                f"the `{lacking}` is missing; give `certificate` and `key`, or neither"
+            )
         if self.certificate is not None and self.ca is None:
-            raise ConfigError("`certificate` needs the gateways' `ca`")
+            raise ConfigError("`certificate` needs the gateways' `ca`; give it")
 
     def check(self, url: str) -> None:
         """Raise ConfigError if `url` would send the token unencrypted to another machine."""

@@ -160,13 +160,13 @@ class PolicyPublisher:
 
     def wait_served(self, version: int, replicas: int | None = None) -> None:
         """Block until this many replicas (default `settings.replicas`) serve the version or a newer
-        one.
+        one. A version that no scheduler knows yet is announced first.
 
         Raises `UnavailableError` after `settings.timeout_s`.
         """
         wanted = self.settings.replicas if replicas is None else replicas
         self.start()
-        if wanted and self._thread is not None:
+        if self._thread is not None:
             self._thread.call(self._served(version, wanted))
 
     def close(self) -> None:
@@ -281,6 +281,10 @@ class PolicyPublisher:
             ) from None
 
     async def _served(self, version: int, wanted: int) -> None:
+        if self._publisher is not None:
+            await self._publisher.announce_late()
+        if not wanted:
+            return
         seen = "no answer yet"
         try:
             async with (

@@ -470,9 +470,14 @@ class WeightPublisher:
             )
 
     async def _announce(self, version: int, parent: int) -> None:
-        """Announce a version to the scheduler, after those before it that could not be
-        announced."""
         self._unannounced.append((version, parent))
+        await self.announce_late()
+
+    async def announce_late(self) -> None:
+        """Announce the versions that no scheduler knows yet, in their order; none is usual.
+
+        Raises NotAnnouncedError while no scheduler can be reached.
+        """
         async with self._announcing:
             while self._unannounced:
                 await self._tell(*self._unannounced[0])

@@ -4,7 +4,8 @@
       │ too many wait    │ not within `whole_s`     │ does not fit
       └──────────────────┴──────────────────────────┴────────► refused; the version before stays
 
-A version that is published and not served in time is in force too, and its caller gets an error.
+A version that is published and not announced or served in time is in force too, and its caller gets
+an error.
 
 A repeated request for the version in force (a client that timed out repeats it) makes no new one.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from rose.errors import RefusedError, UnavailableError
+from rose.errors import NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations.front.checkpoint_folder import (
     NotWholeError,
     SavedCheckpoint,
@@ -47,7 +48,8 @@ class FrontPublisher(Protocol):
         """
 
     def wait_served(self, version: int, replicas: int | None = None) -> None:
-        """Block until this many replicas (default: the settings') serve the version or a newer one.
+        """Announce the version if no scheduler knows it, and block until this many replicas
+        (default: the settings') serve it or a newer one.
 
         Raises RoseError if that takes too long.
         """
@@ -55,7 +57,7 @@ class FrontPublisher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """Newest announced version.
+    """Newest published version.
 
     label: the trainer's own name of it. saved: checkpoint or pull that it was made of, None at the
     start.
@@ -177,7 +179,13 @@ class CheckpointUpdates:
     ) -> InForce:
         version = self.in_force.version
         if saved != self.in_force.saved:
-            version = await asyncio.to_thread(self._publisher.publish, read(), wait=False)
+            try:
+                version = await asyncio.to_thread(self._publisher.publish, read(), wait=False)
+            except NotAnnouncedError:
+                # The version is durable: a repeated request announces it, and makes no second one.
+                version = self._publisher.version
+                self.in_force = InForce(version, label or str(version), saved)
+                raise
             # The version is announced: this version is in force however the wait ends.
             self.in_force = InForce(version, label or str(version), saved)
         await asyncio.to_thread(self._publisher.wait_served, version)

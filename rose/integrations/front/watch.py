@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
-from rose.errors import ConfigError, RefusedError
+from rose.errors import ConfigError, NotAnnouncedError, RefusedError
 from rose.integrations.front.checkpoint_folder import (
     SavedCheckpoint,
     Stamp,
@@ -119,6 +119,8 @@ class CheckpointWatcher:
         self._seen: dict[str, tuple[Stamp, float]] = {}
         self._refused: dict[str, Stamp] = {}
         self._lacking: dict[str, _Lacking] = {}
+        # Version that no scheduler knows yet, which the next look has announced.
+        self._unannounced: int | None = None
         self.last = self._load()
 
     def step(self) -> Noted | None:
@@ -130,20 +132,32 @@ class CheckpointWatcher:
         """
         saved = newest(self._settled(), self.last)
         if saved is None:
-            return None
+            if self._unannounced is None:
+                return None
+            self._publisher.wait_served(self._unannounced)
+            self._unannounced = None
+            return self.last
         named = named_tensors(saved.checkpoint, self._roots)
         try:
             version = self._publisher.publish(named, wait=False)
+            self._unannounced = None
+        except NotAnnouncedError:
+            self._unannounced = self._publisher.version
+            self._note(saved, self._unannounced)
+            raise
         except RefusedError:
             self._refused[saved.name] = saved.checkpoint.stamp
             raise
+        self._note(saved, version)
+        self._publisher.wait_served(version)
+        return self.last
+
+    def _note(self, saved: ListedCheckpoint, version: int) -> None:
+        """Save the record before anything else may fail: the checkpoint is not published again."""
         self.last = Noted(
             str(self._folder), saved.name, saved.number, saved.checkpoint.changed_ns, version
         )
-        # Save it before anything else may fail: an announced checkpoint is not published again.
         self._keep(self.last)
-        self._publisher.wait_served(version)
-        return self.last
 
     @property
     def waits(self) -> bool:

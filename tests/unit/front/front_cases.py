@@ -14,7 +14,7 @@ import numpy as np
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rose.errors import RoseError
+from rose.errors import NotAnnouncedError, RoseError
 from rose.integrations.front.checkpoint_folder import WeightRoots
 from rose.integrations.front.settings import FrontSettings
 from rose.integrations.named_weights import Named
@@ -57,10 +57,12 @@ class StandInPublisher:
         try:
             assert self.held.wait(30)
             failed, self.fails = self.fails, None
-            if failed is not None:
+            if failed is not None and not isinstance(failed, NotAnnouncedError):
                 raise failed
             self._version += 1
             self.events.append(f"published {self._version}")
+            if failed is not None:
+                raise failed
             return self._version
         finally:
             self.running -= 1

@@ -16,7 +16,7 @@ from front_cases import (
 )
 from yarl import URL
 
-from rose.errors import RefusedError, UnavailableError
+from rose.errors import NotAnnouncedError, RefusedError, UnavailableError
 from tests.harness.waiting import PATIENCE_S, until_async
 
 
@@ -173,6 +173,17 @@ async def test_a_client_that_asks_again_makes_no_second_version(front: RunningFr
     anew = await front.post("/update_weights", body)
     assert (late[0], again[0], anew[0]) == (503, 200, 200)
     assert front.publisher.events == ["published 1", "served 1", "published 2", "served 2"]
+
+
+async def test_a_version_that_no_scheduler_knows_is_not_published_twice(
+    front: RunningFront,
+) -> None:
+    body = {"weight_dir": str(save_checkpoint(front.saved / "1"))}
+    front.publisher.fails = NotAnnouncedError("version 1 is published but not announced")
+    late = await front.post("/update_weights", body)
+    again = await front.post("/update_weights", body)
+    assert (late[0], again[0]) == (503, 200)
+    assert front.publisher.events == ["published 1", "served 1"]
 
 
 async def test_updates_come_one_after_the_other_and_outlive_their_callers(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from front_cases import StandInPublisher, save_checkpoint
 
-from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.errors import ConfigError, NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations.front.watch import LACKING_S, CheckpointWatcher
 from rose.main.publish import _once
 
@@ -121,6 +121,21 @@ def test_an_outage_loses_no_checkpoint_and_doubles_none(watch: WatchedFolder) ->
         watcher.step()
     assert watcher.step() is None
     assert watch.publisher.events == ["published 1"]
+
+
+def test_a_version_that_no_scheduler_knows_is_announced_and_not_published_twice(
+    watch: WatchedFolder,
+) -> None:
+    watcher = watch.watcher(settled_s=0.0)
+    watch.save("step_1", 1)
+    watch.publisher.fails = NotAnnouncedError("published but not announced")
+    watch.publisher.unserved = NotAnnouncedError("still not")
+    for _ in range(2):
+        with pytest.raises(NotAnnouncedError):
+            watcher.step()
+    assert watcher.step() == watcher.last
+    assert watcher.step() is None
+    assert watch.publisher.events == ["published 1", "served 1"]
 
 
 def test_folders_of_another_make_are_passed_over(watch: WatchedFolder) -> None:

@@ -37,6 +37,7 @@ class StandInWeightPublisher:
     calls: list[tuple[str, int]] = field(default_factory=list)
     parents: list[Mapping[str, TensorBits]] = field(default_factory=list)
     closed: bool = False
+    announced: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, job: str, *_: object, **options: object) -> None:
@@ -60,6 +61,9 @@ class StandInWeightPublisher:
 
     async def publish_anew(self, version: int, new: object) -> Receipt:
         return self._receipt("anew", version)
+
+    async def announce_late(self) -> None:
+        self.announced += 1
 
     async def close(self) -> None:
         self.closed = True
@@ -193,6 +197,12 @@ def test_after_a_failure_the_next_version_is_what_the_store_says(
     monkeypatch.setattr(StandInWeightPublisher, "trouble", None)
     assert policy.publish(weights(seed=2).items()) == next_version
     assert StandInWeightPublisher.made[0].calls == [("delta", next_version)]
+
+
+def test_a_version_is_announced_before_anybody_waits_for_it(policy: PolicyPublisher) -> None:
+    policy.start()
+    policy.wait_served(1, 0)
+    assert StandInWeightPublisher.made[0].announced == 1
 
 
 def test_it_returns_once_enough_live_replicas_serve_the_version(

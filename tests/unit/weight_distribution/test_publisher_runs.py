@@ -163,7 +163,11 @@ async def test_a_version_that_could_not_be_announced_is_told_with_the_next_one(
         with cut_off(trainer), pytest.raises(NotAnnouncedError, match=said):
             await publish(trainer, 2)
         await publish(trainer, 3)
-    assert cluster.numbers == [(1, 1), (2, 1), (3, 2)]
+        with cut_off(trainer), pytest.raises(NotAnnouncedError):
+            await publish(trainer, 4)
+        await trainer.announce_late()
+        await trainer.announce_late()
+    assert cluster.numbers == [(1, 1), (2, 1), (3, 2), (4, 3)]
 
 
 async def test_a_version_that_overtakes_the_one_before_is_told_after_it(
