@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Final
 
 import msgspec
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.table import Table as RichTable
@@ -198,9 +198,19 @@ def _styled(said: Said) -> Text:
     return Text(said.text, style=said.tone.value) if isinstance(said, TonedText) else Text(said)
 
 
+def _cut(said: Said, width: int) -> Text:
+    """Return a cell's text, cut after a word where it is wider than its column."""
+    text = _styled(said)
+    if text.cell_len > width:
+        words = set_cell_size(text.plain, width - 1).rpartition(" ")[0].rstrip(" ,;:")
+        if len(words) >= width // 2:
+            text.plain = f"{words} …"
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Drawing of a table on a console, whose widest columns are cut until it fits."""
+    """Drawing of a table on a console, with the columns that `fitted` keeps."""
 
     table: Table
 
@@ -222,7 +232,7 @@ class _Drawn:
                 width=width,
             )
         for row in table.rows:
-            drawn.add_row(*(_styled(row[at]) for at in kept))
+            drawn.add_row(*(_cut(row[at], width) for at, width in zip(kept, widths, strict=True)))
         yield drawn
         if len(kept) < len(table.columns):
             hidden = ", ".join(n for at, n in enumerate(table.columns) if at not in kept)
@@ -232,7 +242,8 @@ class _Drawn:
 def fitted(table: Table, room: int) -> tuple[list[int], list[int]]:
     """Return the widths of the columns that are kept within `room` characters, and their indices.
 
-    The widest are cut to one width; if that is too little to read, spare columns are left out.
+    The last column, a text, is cut to READABLE at most; then spare columns are left out; then the
+    widest are cut to one width.
     """
     natural = [
         max(cell_len(str(cell)) for cell in (name, *(row[at] for row in table.rows)))
@@ -243,10 +254,12 @@ def fitted(table: Table, room: int) -> tuple[list[int], list[int]]:
     while True:
         widths = [natural[at] for at in kept]
         most = room - GAP * (len(kept) - 1)
-        cut = max(widths)
-        while cut > 1 and sum(min(width, cut) for width in widths) > most:
-            cut -= 1
-        if cut >= min(READABLE, max(widths)) or not spare:
+        text = max(min(READABLE, widths[-1]), most - sum(widths[:-1]))
+        widths[-1] = min(widths[-1], text)
+        if sum(widths) <= most or not spare:
+            cut = max(widths)
+            while cut > 1 and sum(min(width, cut) for width in widths) > most:
+                cut -= 1
             return [min(width, cut) for width in widths], kept
         name = spare.pop(0)
         kept = [at for at in kept if table.columns[at] != name]

@@ -41,7 +41,7 @@ ONCE_S: Final = 1.0
 COLUMNS: Final = (
     "NODE / GUEST", "TTFT P95/TARGET", "TPOT P95/TARGET", "LOAD", "KV", "TOKENS/S", "DOES", "WHY",
 )  # fmt: skip
-SPARE: Final = ("KV", "TPOT P95/TARGET", "TOKENS/S")
+SPARE: Final = ("KV", "TPOT P95/TARGET", "TOKENS/S", "LOAD")
 
 
 @dataclass(frozen=True, slots=True)

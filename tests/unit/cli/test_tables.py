@@ -1,8 +1,12 @@
 """Tables of a fleet: a row each, what is unknown as a dash, what is wrong before all else."""
 
+import io
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
+
+import pytest
+from rich.console import Console
 
 from rose.cli.cluster.policy import NodePolicy, explained
 from rose.cli.cluster.top import Frame, Rates, bar, fitted_view, frame_view
@@ -15,7 +19,7 @@ from rose.cli.tables import (
     ttft,
     version,
 )
-from rose.command_line.output import Table, Tone, TonedText, text_of
+from rose.command_line.output import Table, Tone, TonedText, rendered, text_of
 from rose.operate.fleet import Engine, Fleet, HostRow, NodeStatus, ReplicaRow, capacity_of, fleet_of
 from rose.rpc import rose_pb2 as pb
 
@@ -156,6 +160,26 @@ def test_of_more_rows_than_lines_it_is_said_how_many_are_left_out() -> None:
     assert "calm" not in drawn
     assert "3 more rows: make the terminal higher, or give --node" in drawn
     assert "more rows" not in text_of(fitted_view(view, 30))
+
+
+@pytest.mark.parametrize(
+    ("width", "dropped"),
+    [(80, "no room for TPOT P95/TARGET, LOAD, KV, TOKENS/S"), (120, ""), (140, "")],
+)
+def test_a_narrow_terminal_shows_whole_words(width: int, dropped: str) -> None:
+    view = frame_view(Frame(top_fleet(), {}), "")
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+    console.print(rendered(view))
+    assert isinstance(console.file, io.StringIO)
+    drawn = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert max(map(len, drawn)) <= width
+    assert (drawn[-1] if "no room" in drawn[-1] else "") == dropped
+    whole = {word for row in rows(Frame(top_fleet(), {})) for cell in row for word in cell.split()}
+    head = next(at for at, line in enumerate(drawn) if line.startswith("NODE"))
+    shown = {word for line in drawn[head + 1 : head + 7] for word in line.split()}
+    assert shown - whole == ({"…"} if "…" in shown else set())
+    assert "MISSED" in shown
+    assert "run" in shown
 
 
 def test_a_bar_is_never_longer_than_its_frame() -> None:
