@@ -26,7 +26,14 @@ class StaleEpoch(LeaseError):  # noqa: N818 - a state, as in the tree above
 
 
 class PolicyError(SchedulerError):
-    """Error of a capacity policy; its line has the field's path, and what to do."""
+    """Error of a capacity policy; its line has the field's path, and what to do.
+
+    path: keys that lead to the field from the policy's own object.
+    """
+
+    def __init__(self, line: str, path: tuple[str | int, ...] = ()) -> None:
+        super().__init__(line)
+        self.path = path
 
 
 class JournalError(SchedulerError):

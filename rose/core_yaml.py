@@ -5,7 +5,7 @@ error. PyYAML alone reads version 1.1, where they are False, 1320, a date and te
 """
 
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +55,38 @@ def constructed(node: yaml.Node) -> Any:  # noqa: ANN401 - whatever the file say
     return CoreLoader("").construct_document(node)
 
 
-def documents(path: Path) -> list[Any]:
-    """Return the values of a YAML file's documents, without empty ones.
+def documents(path: Path) -> list[tuple[Any, yaml.Node]]:
+    """Return the value of each document of a YAML file with its node, without empty ones.
 
     Raises OSError, and ValueError for invalid YAML.
     """
     try:
-        found = list(yaml.load_all(path.read_text(encoding="utf-8-sig"), Loader=CoreLoader))
+        nodes = list(yaml.compose_all(path.read_text(encoding="utf-8-sig"), Loader=CoreLoader))
+        found = [(constructed(node), node) for node in nodes if node is not None]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark is not None else ""
         raise ValueError(f"{line}{getattr(error, 'problem', None) or error}") from None
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    return [each for each in found if each is not None]
+    return [each for each in found if each[0] is not None]
+
+
+def line_of(node: yaml.Node, path: Sequence[str | int]) -> int:
+    """Return the line, from 1, of the value at a path of keys and indices below a node; of the
+    last value on the way that is there, if the path goes on beyond it.
+    """
+    line = node.start_mark.line + 1
+    for part in path:
+        inner: yaml.Node | None = None
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == part:
+                    line, inner = key.start_mark.line + 1, value
+        elif isinstance(node, yaml.SequenceNode) and part in range(len(node.value)):
+            inner = node.value[part]
+            line = inner.start_mark.line + 1
+        if inner is None:
+            break
+        node = inner
+    return line

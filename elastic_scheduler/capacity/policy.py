@@ -642,15 +642,16 @@ def policy_of(said: object) -> CapacityPolicy:
 
     Raises PolicyError.
     """
+    within: tuple[str, ...] = ()
     if isinstance(said, dict) and said.get("kind") == "RoseCapacityPolicy":
         spec, metadata = said.get("spec"), said.get("metadata")
         if not isinstance(spec, dict) or not isinstance(metadata, dict):
             raise PolicyError("a RoseCapacityPolicy needs metadata.name and a spec; write both")
-        said = spec | {"name": metadata.get("name")}
+        said, within = spec | {"name": metadata.get("name")}, ("spec",)
     try:
         return CapacityPolicy.model_validate(said)
     except ValidationError as error:
-        raise PolicyError(_line(error)) from None
+        raise PolicyError(_line(error), (*within, *error.errors()[0]["loc"])) from None
 
 
 def read_policies(path: Path) -> tuple[CapacityPolicy, ...]:

@@ -32,7 +32,7 @@ SCALARS = {
 def test_a_scalar_is_what_it_looks_like(tmp_path: Path, text: str) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(f"\ufeffa: {text}\n---\n", encoding="utf-8")
-    [said] = documents(file)
+    [(said, _)] = documents(file)
     assert said == {"a": SCALARS[text]}
     assert type(said["a"]) is type(SCALARS[text])
 
@@ -67,3 +67,24 @@ def test_a_policy_that_says_a_thing_twice_is_refused(tmp_path: Path, name: str, 
     file.write_text(text)
     with pytest.raises(ConfigError, match="the key mode is given twice"):
         _read(file)
+
+
+FAULTS = {
+    "name: a\nmaxHarvest:\n  compute: 0.5\n  memry: 8Gi\n": "4: maxHarvest.memry: there is no such",
+    "name: a\n---\nname: b\nmode: On\n": "4: mode: ",
+    "- name: a\n-\n  slackShare: 0.2\n": "3: name: is missing",
+    "name: a\nblackoutWindows:\n- {from: '22:00'}\n": "3: blackoutWindows[0].to: is missing",
+    f"# says why\n{OBJECT}spec:\n  canary:\n    percent: 200\n": "7: canary.percent: ",
+    f"{OBJECT}": "1: a RoseCapacityPolicy needs metadata.name and a spec",
+    "\njust words\n": "2: ",
+}
+
+
+@pytest.mark.parametrize("text", FAULTS)
+def test_a_fault_of_a_policy_has_its_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        _read(file)
+    assert str(refused.value).startswith(f"{file}:{FAULTS[text]}")
+    assert "\n" not in str(refused.value)

@@ -1,12 +1,12 @@
 """`rose policy`: capacity policies in force, their changes, and the result for a node."""
 
 import argparse
+import fnmatch
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -115,7 +115,10 @@ def _get(args: argparse.Namespace) -> int:
         # The import takes long, and is not needed for policies for all nodes.
         from elastic_scheduler.capacity import policy_of
 
-        _note_selectors(client, [policy_of(each) for each in said])
+        nodes = client.explain("")
+        for policy in map(policy_of, said):
+            selected = [each.node for each in nodes if policy.name in each.policies]
+            _note_selector(policy, selected, len(nodes))
     for view in views:
         if view.halted:
             note(f"policy {view.name}: canary halted: {view.halted}")
@@ -181,7 +184,8 @@ def _apply(args: argparse.Namespace) -> int:
                 " write mode: Active to lend"
             )
     if not args.dry_run:
-        _note_selectors(client, policies)
+        for policy, outlook in zip(policies, outlooks, strict=True):
+            _note_selector(policy, outlook.nodes, outlook.attached)
     return ExitCode.DONE
 
 
@@ -210,25 +214,22 @@ def _counted(what: str, names: Sequence[str]) -> str:
     return f"{len(names)} {what}{'' if len(names) == 1 else 's'}{shown}"
 
 
-def _note_selectors(client: PolicyClient, policies: "Sequence[CapacityPolicy]") -> None:
-    """Print a note to standard error for each policy whose selector matches no attached node, or
-    that names a missing one.
+def _note_selector(policy: "CapacityPolicy", selected: Collection[str], attached: int) -> None:
+    """Print a note to standard error for a policy that does not count now, selects none of the
+    `attached` nodes, or names a missing one.
     """
-    selectors = [policy.node_selector for policy in policies]
-    if not any(each.names or each.match_labels for each in selectors):
-        return
-    rows = client.explain("")
-    nodes = {row.node for row in rows}
-    matched = {name for row in rows for name in row.policies}
-    for policy, selector in zip(policies, selectors, strict=True):
-        if not policy.counts_at(time.time()):
-            note(f"policy {policy.name}: it does not count now, by its from, until or during")
-        elif policy.name not in matched:
-            note(f"policy {policy.name}: {selector.no_nodes()}")
-        elif missing := [
-            name for name in selector.names if not any(fnmatchcase(node, name) for node in nodes)
-        ]:
-            note(f"policy {policy.name}: no node {missing[0]!r} is attached ({len(missing)} such)")
+    selector, lacking = policy.node_selector, ""
+    absent = [name for name in selector.names if not fnmatch.filter(selected, name)]
+    if not policy.counts_at(time.time()):
+        lacking = "it does not count now, by its from, until or during"
+    elif attached and not selected:
+        lacking = selector.no_nodes()
+    elif absent and attached:
+        lacking = f"no node {absent[0]!r} is attached ({len(absent)} such)"
+    elif not attached and selector != type(selector)():
+        lacking = "no node is attached"
+    if lacking:
+        note(f"policy {policy.name}: {lacking}")
 
 
 def _apply_one(client: PolicyClient, policy: "CapacityPolicy", rest: Sequence[str]) -> None:
@@ -273,14 +274,15 @@ def _set(args: argparse.Namespace) -> int:
         policy = policy_of(said)
     except PolicyError as error:
         raise ConfigError(str(error)) from None
-    effect = _effect(_outlook(client, policy, args))
+    outlook = _outlook(client, policy, args)
+    effect = _effect(outlook)
     if args.dry_run:
         differences = [*map(str, _differences(view, policy))] or [f"policy {args.name}: unchanged"]
         say(*differences, f"policy {args.name}: {effect}")
         return ExitCode.DONE
     changed = client.apply(policy)
     say(f"policy {args.name}: {'applied' if changed else 'unchanged'}; {effect}")
-    _note_selectors(client, [policy])
+    _note_selector(policy, outlook.nodes, outlook.attached)
     return ExitCode.DONE
 
 
@@ -311,14 +313,17 @@ def _read(file: Path) -> "tuple[CapacityPolicy, ...]":
     try:
         if file.suffix not in (".yaml", ".yml"):
             return read_policies(file)
-        from rose.core_yaml import documents
+        from rose.core_yaml import documents, line_of
 
-        said = [
-            policy
-            for each in documents(file)
-            for policy in (each if isinstance(each, list) else [each])
-        ]
-        return tuple(map(policy_of, said))
+        policies = []
+        for said, node in documents(file):
+            several = isinstance(said, list)
+            for each, at in zip(said, node.value, strict=True) if several else [(said, node)]:
+                try:
+                    policies.append(policy_of(each))
+                except PolicyError as error:
+                    raise ConfigError(f"{file}:{line_of(at, error.path)}: {error}") from None
+        return tuple(policies)
     except PolicyError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:

@@ -334,6 +334,16 @@ async def test_a_selector_that_matches_no_node_is_said(
     assert f"policy right: {none}" in capsys.readouterr().err
 
 
+async def test_where_no_node_is_attached_no_selector_is_blamed(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    selecting = POLICY | {"name": "pool", "nodeSelector": {"names": ["serving-*"]}}
+    assert await rose(bench, "policy", "apply", write(tmp_path, POLICY, selecting)) == 0
+    out, err = capsys.readouterr()
+    assert out.count("applied; selects 0 nodes") == 2
+    assert err == "rose: policy pool: no node is attached\n"
+
+
 async def test_a_policy_without_a_mode_says_that_it_lends_nothing(
     bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
