@@ -134,7 +134,10 @@ def _what_to_install(module: str | None) -> str:
 
 
 def _complain(what: str, code: int) -> int:
-    sys.stderr.write(f"rose: {what}\n")
+    # Imported here: most commands end without an error.
+    from rose.logs.process_log import complain
+
+    complain("rose", what)
     return code
 
 

@@ -5,7 +5,6 @@ import contextlib
 import errno
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from typing import Self
@@ -26,6 +25,7 @@ from rose.gateway.settings import ANY_MODEL, DEFAULT_MODEL, GatewaySettings, Sta
 from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel, TextCodec, TextLimits
 from rose.logs.eventlog import Logs
+from rose.logs.process_log import announce
 from rose.process.background_tasks import Background
 from rose.process.http_port import HttpPort
 from rose.security.audit_log import AuditLog, audit_file
@@ -267,5 +267,4 @@ class Gateway:
 def _tell(what: str) -> None:
     # Standard error may have no reader, or a full disk: turns do not depend on it.
     with contextlib.suppress(OSError):
-        sys.stdout.write(f"rose gateway: {what}\n")
-        sys.stdout.flush()
+        announce("rose gateway", what)

@@ -9,6 +9,7 @@ from elastic_scheduler import ReplicaKind
 from rose.addresses import check_exposure
 from rose.command_line.parser import Parser, add_insecure, add_log_limits, taken_log_limits
 from rose.errors import ConfigError
+from rose.logs.process_log import add_logging_options
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 from rose.security.certificates import (
     CertificateFiles,
@@ -203,6 +204,7 @@ def gateway_parser(prog: str = "rose gateway") -> Parser:
     parser.add_argument("--replica-max-sequences", type=int, default=64)
     parser.add_argument("--log-dir", type=Path)
     add_log_limits(parser)
+    add_logging_options(parser)
     parser.add_argument(
         "--model-name",
         action="append",

@@ -16,6 +16,7 @@ import msgspec
 
 from rose.clock import utc_text
 from rose.errors import ConfigError, RoseError, decoded
+from rose.logs.process_log import repeat
 from rose.logs.rotating_jsonl import (
     BOUNDED,
     DROPPED,
@@ -116,6 +117,7 @@ class EventLog:
     ) -> None:
         path = folder / f"events-{source}.jsonl"
         self.log = JsonlLog(path, limits, thread, {"source": source})
+        self.log.listen(repeat("events"))
         self._source = source
         self._listener: Listener | None = None
 

@@ -20,8 +20,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from typing_extensions import override
-
 from rose.clock import utc_text
 from rose.errors import ConfigError
 
@@ -83,40 +81,6 @@ class LogThread:
             except Exception:  # a write keeps its own errors: this one is a fault of the program
                 _logger.exception("a log could not be written")
             self._since_s = None
-
-
-class AsideHandler(logging.Handler):
-    """Log handler that passes records to another one in a thread: a full pipe stops no caller.
-
-    Records beyond WAITING pending ones are dropped.
-    """
-
-    def __init__(self, handler: logging.Handler) -> None:
-        super().__init__()
-        self._handler = handler
-        self._thread = LogThread("rose-stderr")
-
-    @override
-    def emit(self, record: logging.LogRecord) -> None:
-        self._thread.put(lambda: self._handler.emit(record))
-
-    @override
-    def close(self) -> None:
-        """Write the pending records, as far as the reader takes them within a second."""
-        self._thread.close(1.0)
-        super().close()
-
-
-def log_to_stderr(level: int) -> None:
-    """Configure this process's `logging` to standard error, through an AsideHandler.
-
-    It does nothing if the root logger has a handler already.
-    """
-    if logging.getLogger().handlers:
-        return  # Somebody else has.
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level, handlers=[AsideHandler(handler)])
 
 
 DROPPED = "records_dropped"

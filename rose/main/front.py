@@ -2,7 +2,6 @@
 
 import asyncio
 import errno
-import logging
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -19,7 +18,7 @@ from rose.integrations.front.server import FrontServer, tell
 from rose.integrations.front.settings import FrontSettings, front_parser, parse_front
 from rose.integrations.front.updates import CheckpointUpdates, FrontPublisher
 from rose.integrations.policy_publisher import PolicyPublisher
-from rose.logs.rotating_jsonl import log_to_stderr
+from rose.logs.process_log import start_logging
 from rose.process.background_tasks import stop_signalled
 from rose.process.http_port import HttpPort, raise_descriptor_limit
 from rose.security.tokens import TokenVerifier
@@ -29,7 +28,7 @@ parser = front_parser
 
 def main(argv: list[str]) -> int:
     """Run `rose front` until SIGTERM or SIGINT, then return 0. Raises RoseError with one line."""
-    log_to_stderr(logging.WARNING)
+    start_logging("front", argv)
     raise_descriptor_limit()
     settings = parse_front(argv)
     roots = WeightRoots(settings.weights_roots)

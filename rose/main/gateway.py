@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import sys
 
 import uvloop
@@ -12,7 +11,7 @@ from rose.errors import RoseError
 from rose.gateway.app import Gateway
 from rose.gateway.event_loop import collect_in_small_steps
 from rose.gateway.settings import GatewaySettings, gateway_parser, parse_settings
-from rose.logs.rotating_jsonl import log_to_stderr
+from rose.logs.process_log import announce, complain, start_logging
 from rose.process.background_tasks import stop_signalled
 from rose.process.http_port import raise_descriptor_limit
 
@@ -23,12 +22,12 @@ def main(argv: list[str]) -> int:
     """Run a gateway until SIGTERM or SIGINT, then return 0; write one line and return 2 for a
     RoseError.
     """
-    log_to_stderr(logging.WARNING)
     try:
+        start_logging("gateway", argv)
         raise_descriptor_limit()
         uvloop.run(_serve(parse_settings(argv)))
     except RoseError as error:
-        sys.stderr.write(f"rose gateway: {error}\n")
+        complain("rose gateway", error)
         return 2
     return 0
 
@@ -38,8 +37,7 @@ async def _serve(settings: GatewaySettings) -> None:
     async with Gateway(settings) as gateway:
         scheme = "https" if settings.certificates else "http"
         at = host_port(settings.host, gateway.port)
-        sys.stdout.write(f"rose gateway: listening on {scheme}://{at}\n")
-        sys.stdout.flush()
+        announce("rose gateway", f"listening on {scheme}://{at}")
         gateway.background.start("garbage", collect_in_small_steps)
         waits = {asyncio.ensure_future(stop.wait()), asyncio.ensure_future(gateway.failed())}
         done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

@@ -20,7 +20,7 @@ from pathlib import Path
 from executor import PageError
 from executor.control_page.page import on_disk
 from rose.errors import ConfigError, RefusedError, RoseError
-from rose.logs.rotating_jsonl import log_to_stderr
+from rose.logs.process_log import add_logging_options, complain, start_logging
 from rose.node.config import NodeConfig
 from rose.node.daemon import NodeDaemon
 from rose.process.background_tasks import run_fairly
@@ -53,6 +53,7 @@ def parser(prog: str = "rose node") -> argparse.ArgumentParser:
         action="store_true",
         help="wait until the daemon that runs this node ends, then adopt its guests",
     )
+    add_logging_options(parser)
     return parser
 
 
@@ -63,13 +64,13 @@ def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfi
     config: class that reads the node's file.
     """
     args = parser().parse_args(argv)
-    log_to_stderr(logging.INFO)
-    raise_descriptor_limit()
     try:
+        start_logging("node", sys.argv[1:] if argv is None else argv)
+        raise_descriptor_limit()
         # A peer that keeps the loop busy must not keep the guard's thread waiting.
         run_fairly(_run(config.load(args.config, args.discover), standby=args.standby))
     except (RoseError, PageError) as error:
-        sys.stderr.write(f"rose node: {error}\n")
+        complain("rose node", error)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

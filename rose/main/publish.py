@@ -1,6 +1,5 @@
 """Command line of the watcher: `rose publish --watch DIR …`."""
 
-import logging
 import signal
 import sys
 import threading
@@ -13,7 +12,7 @@ from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.integrations.front.settings import add_trainer_options, checked_marker, taken_trainer
 from rose.integrations.front.watch import CheckpointWatcher, Noted
 from rose.integrations.policy_publisher import PolicyPublisher
-from rose.logs.rotating_jsonl import log_to_stderr
+from rose.logs.process_log import add_logging_options, announce, start_logging
 
 LOOK_S = 0.5
 MOST_PAUSE_S = 30.0
@@ -35,6 +34,7 @@ def parser(prog: str = "rose publish") -> Parser:
         "--whole-s", type=float, default=30.0, help="how long --once waits (default 30)"
     )
     add_trainer_options(parser)
+    add_logging_options(parser)
     return parser
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
     Raises RoseError with one line.
     """
-    log_to_stderr(logging.WARNING)
+    start_logging("publish", argv)
     options = vars(parser().parse_args(argv))
     settings = taken_trainer(options)
     checked_marker(options["marker"])
@@ -109,8 +109,7 @@ def _published(noted: Noted) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(f"rose publish: {line}\n")
-    sys.stdout.flush()
+    announce("rose publish", line)
 
 
 if __name__ == "__main__":

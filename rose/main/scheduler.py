@@ -6,7 +6,6 @@ its core anew from the store.
 
 import asyncio
 import contextlib
-import logging
 import math
 import socket
 import sys
@@ -41,7 +40,8 @@ from rose.dashboard import (
 )
 from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import EventLog, JsonlLog, Logs
-from rose.logs.rotating_jsonl import BOUNDED, LogLimits, log_to_stderr
+from rose.logs.process_log import add_logging_options, complain, repeat, start_logging
+from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 from rose.metrics_server import MetricsServer
 from rose.process.background_tasks import Background, stop_signalled
 from rose.process.http_port import connections_allowed, raise_descriptor_limit
@@ -162,6 +162,7 @@ def parser(prog: str = "rose scheduler") -> Parser:
     add_store_options(parser)
     add("--log-dir", type=Path, required=True, metavar="DIR", help="where events go")
     add_log_limits(parser)
+    add_logging_options(parser)
     add(
         "--harvest",
         type=str.upper,
@@ -272,6 +273,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         audit = AuditLog(audit_file(settings.log_dir, "scheduler"), "scheduler")
         stack.callback(audit.close)
         lent = logs.records(USAGE)
+        lent.listen(repeat("usage"))
         metrics = SchedulerMetrics(audit, settings.certificates)
         store = MeteredStore(opened, metrics.called)
         events.listen(metrics.heard)
@@ -470,11 +472,11 @@ def main(argv: Sequence[str]) -> int:
     """Run a scheduler until SIGTERM or SIGINT, then return 0; write one line and return 2 for a
     RoseError.
     """
-    log_to_stderr(logging.WARNING)
     try:
+        start_logging("scheduler", argv)
         asyncio.run(_run(settings_of(argv)))
     except RoseError as error:
-        sys.stderr.write(f"rose scheduler: {error}\n")
+        complain("rose scheduler", error)
         return 2
     return 0
 

@@ -17,7 +17,7 @@ import uvloop
 
 from rose.addresses import bound, check_exposure, host_port
 from rose.errors import ConfigError, RoseError
-from rose.logs.rotating_jsonl import log_to_stderr
+from rose.logs.process_log import log_to_stderr
 from rose.process.background_tasks import stop_signalled
 from rose.process.http_port import FewRecords, Listener, raise_descriptor_limit
 from rose.proxy.callers import CallerConnection, Door
@@ -78,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--insecure", action="store_true")
     add_certificate_options(parser)
     options = vars(parser.parse_args(argv))
-    log_to_stderr(logging.INFO)
+    # Standard output is the daemon's, which waits there for one line.
+    log_to_stderr()
     os.nice(NICENESS)
     raise_descriptor_limit()
     try:

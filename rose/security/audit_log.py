@@ -29,6 +29,7 @@ import msgspec
 
 from rose.clock import utc_text
 from rose.errors import ConfigError, decoded
+from rose.logs.process_log import repeat
 from rose.logs.rotating_jsonl import (
     LogLimits,
     LogThread,
@@ -47,6 +48,7 @@ CLOSE_S = 2.0
 MOST_WRITERS = 16
 _HEAD_BYTES = 256
 _logger = logging.getLogger("rose.audit")
+_repeat = repeat("audit")
 
 
 def audit_file(folder: Path, source: str) -> Path:
@@ -239,14 +241,17 @@ class AuditLog:
             lost = self._lost
         head = self._head
         missing = {"lost": lost} if lost else {}
-        line, digest = sealed({"n": head.n + 1, **body, **missing}, head.hash)
+        numbered = {"n": head.n + 1, **body, **missing}
+        line, digest = sealed(numbered, head.hash)
         try:
             self._ready(len(line))
             self._put(line)
         except OSError as error:
             self._lose()
             self._failed(error)
+            _repeat(body)
             return
+        _repeat({**numbered, "prev": head.hash, "hash": digest})
         with self._counting:
             self._lost -= lost
         self._head = Head(head.n + 1, digest, self._head.first)

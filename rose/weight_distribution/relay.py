@@ -14,6 +14,7 @@ from typing import Any, Self
 from rose.addresses import check_exposure, host_port
 from rose.command_line.parser import Parser, add_metrics_options, check_metrics_port
 from rose.errors import ConfigError
+from rose.logs.process_log import add_logging_options, announce, start_logging
 from rose.process.background_tasks import stop_signalled
 from rose.security.keys import public_key
 from rose.weight_distribution.credentials import OPEN, Credentials
@@ -101,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Raises ConfigError for bad options.
     """
+    start_logging("relay", sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(argv)
     if not (args.verify_key or args.unsigned):
         raise ConfigError("--verify-key is missing: anybody's weights would be kept; or --unsigned")
@@ -143,7 +145,7 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
             )
             page = MetricsServer(counts, args.metrics_host, args.metrics_port, certificates)
             await page.start()
-        _say(f"rose relay: listening on {relay.url}")
+        announce("rose relay", f"listening on {relay.url}")
         await stop.wait()
     finally:
         if page is not None:
@@ -172,11 +174,6 @@ def followed_jobs(
         FollowedJob(job, origin.rstrip("/"), key)
         for job, origin, key in zip(jobs, origins, verify_keys, strict=True)
     ]
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
 
 
 def parser(prog: str = "rose relay") -> Parser:
@@ -211,6 +208,7 @@ def parser(prog: str = "rose relay") -> Parser:
         ("key", "of the certificate"),
     ):
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=what)
+    add_logging_options(parser)
     return parser
 
 

@@ -1,7 +1,6 @@
 """HTTP server of the front: it answers control calls, and forwards all others to the gateway."""
 
 import asyncio
-import sys
 from contextlib import suppress
 
 import msgspec
@@ -28,6 +27,7 @@ from rose.integrations.front import control_calls as calls
 from rose.integrations.front.forwarding import Forwarding
 from rose.integrations.front.settings import FrontSettings
 from rose.integrations.front.updates import CheckpointUpdates
+from rose.logs.process_log import announce
 from rose.process.http_port import HEAD_S, Connections, LimitLog, connections_allowed
 
 MAX_CONTROL_BYTES = 64 << 10
@@ -282,8 +282,7 @@ def tell(what: str, **fields: object) -> None:
     more = "".join(f" {name}={value}" for name, value in fields.items())
     # Standard output may have no reader, or a full disk: no call depends on it.
     with suppress(OSError):
-        sys.stdout.write(clean(f"rose front: {what}{more}\n"))
-        sys.stdout.flush()
+        announce("rose front", clean(f"{what}{more}"))
 
 
 def _fault(http: web.BaseRequest, error: Exception) -> TurnError:

@@ -11,6 +11,7 @@ from rose.addresses import check_exposure
 from rose.command_line.parser import Parser, add_insecure
 from rose.errors import ConfigError
 from rose.integrations.settings import PREFIX, TrainerSettings
+from rose.logs.process_log import add_logging_options
 from rose.security.certificates import add_certificate_options
 from rose.security.roles import Role
 from rose.security.tokens import AUDIENCE
@@ -97,6 +98,7 @@ def front_parser(prog: str = "rose front") -> Parser:
     parser.add_argument("--pp-size", type=int, default=1)
     parser.add_argument("--max-connections", type=int)
     add_trainer_options(parser)
+    add_logging_options(parser)
     return parser
 
 

@@ -15,8 +15,8 @@ import pytest
 
 from rose.errors import ConfigError, RoseError
 from rose.logs.eventlog import EventLog, JsonlLog, Logs, read_lines
+from rose.logs.process_log import AsideHandler
 from rose.logs.rotating_jsonl import (
-    AsideHandler,
     BoundedFile,
     LogLimits,
     LogThread,

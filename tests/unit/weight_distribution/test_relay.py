@@ -1,6 +1,8 @@
 """A stand-alone relay: a folder, an origin, fixed members; which member relays an object."""
 
 import asyncio
+import json
+import os
 import subprocess
 import sys
 from contextlib import AsyncExitStack
@@ -194,14 +196,17 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path, unused_tcp_
     words.append("--unsigned")
     process = subprocess.Popen(
         [sys.executable, "-m", "rose.cli", "relay", *words, "--port", str(unused_tcp_port)],
-        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
+        env=os.environ | {"ROSE_LOG_FORMAT": "json"},
     )
-    assert process.stderr
-    assert f"listening on http://127.0.0.1:{unused_tcp_port}" in process.stderr.readline()
+    assert process.stdout
+    said = json.loads(process.stdout.readline())
+    assert said["message"] == f"listening on http://127.0.0.1:{unused_tcp_port}"
+    assert (said["level"], said["component"]) == ("info", "relay")
     process.terminate()
     assert process.wait(10) == 0
-    process.stderr.close()
+    process.stdout.close()
 
 
 async def test_a_relay_that_knows_nothing_yet_serves_a_late_joiner(tmp_path: Path) -> None:
