@@ -379,6 +379,14 @@ class NetworkPolicies(Strict):
     peers: Peers = _said("of other pods than the release's", Peers())
 
 
+class Severities(Strict):
+    """Words for the severities of alerts."""
+
+    page: str = _said("somebody is woken", "page")
+    ticket: str = _said("working hours will do", "ticket")
+    info: str = _said("a reminder", "info")
+
+
 class Monitoring(Strict):
     """Switches of the objects for Prometheus and Grafana."""
 
@@ -387,6 +395,13 @@ class Monitoring(Strict):
     dashboards: bool = _said("ConfigMaps of files/dashboards, for Grafana's sidecar", False)
     interval: Annotated[str, _pattern("[0-9]+s")] = _said("between scrapes", "15s")
     labels: Labels = _said("that your Prometheus selects by", {})
+    severities: Severities = _said("label `severity` of alerts, in your words", Severities())
+    rule_labels: Labels = _said("further labels of each alert", {})
+    runbook_url: str = _said(
+        "where the runbooks are served, with NAME for the alert; without it `/NAME.md` follows."
+        " Paths of this repository when empty",
+        "",
+    )
 
 
 class Crds(Strict):

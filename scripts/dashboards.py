@@ -6,6 +6,7 @@ and a real Prometheus answers all of them.
 """
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,22 +81,41 @@ def rendered(dashboard: Dashboard) -> str:
 
 def _variables(*, by_instance: bool) -> list[dict[str, Any]]:
     source = {"name": "datasource", "label": "Data source", "type": "datasource"}
-    variables: list[dict[str, Any]] = [source | {"query": "prometheus"}]
+    variables: list[dict[str, Any]] = [
+        source | {"query": "prometheus"},
+        _labels("Cluster", "cluster", '{__name__=~"rose_build_info|rose_scheduler_leader"}'),
+    ]
     if by_instance:
-        variables.append(
-            {
-                "name": "instance",
-                "label": "Node",
-                "type": "query",
-                "datasource": SOURCE,
-                "query": "label_values(rose_build_info, instance)",
-                "refresh": 2,
-                "multi": True,
-                "includeAll": True,
-                "current": {"text": "All", "value": "$__all"},
-            }
-        )
+        nodes = 'rose_build_info{cluster=~"$cluster"}'
+        variables.append(_labels("Node", "node", nodes))
+        variables.append(_labels("Address", "instance", nodes))
     return variables
+
+
+def _labels(title: str, label: str, series: str) -> dict[str, Any]:
+    return {
+        "name": label,
+        "label": title,
+        "type": "query",
+        "datasource": SOURCE,
+        "query": f"label_values({series}, {label})",
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        # Targets without the label are of all.
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def _chosen(expression: str) -> str:
+    """Return the expression with each series chosen by $cluster, and $node beside $instance."""
+    expression = expression.replace("instance=~", 'node=~"$node",instance=~')
+    return re.sub(r"\b(rose[_:][\w:]+)\b(\{)?", _of_cluster, expression)
+
+
+def _of_cluster(series: "re.Match[str]") -> str:
+    return f'{series[1]}{{cluster=~"$cluster"{"," if series[2] else "}"}'
 
 
 def _panel(panel: GraphPanel, number: int, x: int, y: int) -> dict[str, Any]:
@@ -104,7 +124,7 @@ def _panel(panel: GraphPanel, number: int, x: int, y: int) -> dict[str, Any]:
         {
             "refId": chr(ord("A") + place),
             "datasource": SOURCE,
-            "expr": expression,
+            "expr": _chosen(expression),
             "legendFormat": legend,
             **({"instant": True, "format": "table"} if panel.kind == "table" else {}),
         }

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_scheduler import HarvestMode, Offer, ReplicaKind
 from elastic_scheduler.capacity import Advice, EffectivePolicy, Limit, LimitKind, NodeVerdict
+from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from elastic_scheduler.capacity.effective import Lendable
 from elastic_scheduler.turn_journal import End
 from executor import Grant, GrantMode, GuestState, HostState
@@ -193,7 +194,7 @@ def scheduler_metrics(
             JobSeen(JobRecord(job, 1), 1, 0, JobFigures(job, 1, 1.0, 1.0), None)
             for job in job_names
         ),
-        budget_left=dict.fromkeys(deployments, 1.0),
+        budget_left=dict.fromkeys(deployments, BudgetLeft(1.0, 1_000, 60.0)),
         usage={("chat", job): Lent(1.0, 1.0, 1.0, 1) for job in job_names},
     )
     service: Any = SimpleNamespace(figures=lambda budgets: ServiceFigures(core))

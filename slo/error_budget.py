@@ -98,6 +98,12 @@ class CountRing:
         held = [(good, bad) for number, good, bad in self._places if first < number <= last]
         return sum(good for good, _ in held), sum(bad for _, bad in held)
 
+    def slices(self, now_s: float) -> list[tuple[float, int, int]]:
+        """Return the begin of each slice with requests in the ring's span, and its (good, bad)."""
+        last = math.floor(now_s / self.slice_s)
+        held = (each for each in self._places if last - len(self._places) < each[0] <= last)
+        return [(number * self.slice_s, good, bad) for number, good, bad in sorted(held)]
+
 
 class ErrorBudget:
     """Error budget of one model over `period_s`, from counts of good and bad requests.

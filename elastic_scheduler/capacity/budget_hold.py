@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, TypeAlias
 
 from elastic_scheduler.capacity.policy import MaxHostBusy, SloBudget
 from slo import RULES, ErrorBudget
-from slo.error_budget import burnt
+from slo.error_budget import DAY_S, CountRing, burnt
 
 PAGING: Final = tuple(rule for rule in RULES if rule.severity == "page")
 LONGEST_S: Final = max(rule.long_s for rule in PAGING)
@@ -37,6 +37,10 @@ CALM_WINDOW_S: Final = 300.0
 LENT_LATELY_S: Final = 300.0
 LEAST_OF_DEPLOYMENT: Final = 2
 SHARE_OF_DEPLOYMENT: Final = 0.25
+PERIOD_S: Final = 30 * DAY_S
+SLICE_S: Final = PERIOD_S / 120
+# Deployments whose requests are kept over the period; 3 kB each in the store.
+MOST_DEPLOYMENTS: Final = 256
 # A node reports twice a second, for at most ten minutes of average.
 _MOST_SAMPLES: Final = 2_400
 
@@ -49,6 +53,30 @@ class HoldChange:
     node: str
     why: str
     deployment: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetLeft:
+    """Remaining share of a deployment's SLO budget: 1 without requests, below 0 when overspent.
+
+    requests: number of them that say so, over the last `history_s` seconds, 30 days at most.
+    """
+
+    share: float
+    requests: int
+    history_s: float
+
+
+BudgetSlices: TypeAlias = tuple[tuple[float, int, int], ...]
+"""Requests of a deployment within and beyond their targets, by times in Unix seconds."""
+
+
+@dataclass(slots=True)
+class _Deployment:
+    """Requests of all hosts of a deployment in the period, the first of them at `since_s`."""
+
+    since_s: float
+    counts: CountRing = field(default_factory=lambda: CountRing(SLICE_S, 121))
 
 
 @dataclass(slots=True)
@@ -80,6 +108,9 @@ class BudgetHold:
         self._hosts: dict[str, _Host] = {}
         self._deployments: dict[str, str] = {}
         self._of: dict[str, str] = {}
+        self._counts: dict[str, _Deployment] = {}
+        # Unix time less `now_s`, once a process restores counts.
+        self._epoch_s = 0.0
 
     def serve(
         self,
@@ -99,9 +130,10 @@ class BudgetHold:
         """
         host = self._hosts.get(node)
         if host is None:
-            host = self._hosts[node] = _Host(ErrorBudget(OBJECTIVE))
+            host = self._hosts[node] = _Host(ErrorBudget(OBJECTIVE, pages_only=True))
         if good or bad:
             host.budget.add(now_s, good, bad)
+            self._count(self._of.get(node, ""), now_s + self._epoch_s, good, bad)
         if hosts or host.hosts:
             _serve_each(host, hosts, now_s)
         if lends:
@@ -125,22 +157,52 @@ class BudgetHold:
         }
         return by_deployment | own
 
-    def left(self, now_s: float) -> dict[str, float]:
-        """Return the remaining share of the SLO budget by deployment, over all its hosts.
-
-        1 without traffic, below 0 when overspent; "" for hosts without a deployment.
+    def left(self, now_s: float) -> dict[str, BudgetLeft]:
+        """Return what is left of the SLO budget by deployment, over all its hosts; "" for hosts
+        without one.
         """
-        counts: dict[str, tuple[int, int]] = {}
         objectives: dict[str, float] = {}
         for node, host in self._hosts.items():
             name = self._of.get(node, "")
-            good, bad = host.budget.counts(now_s, host.budget.period_s)
-            before = counts.get(name, (0, 0))
-            counts[name] = before[0] + good, before[1] + bad
             objectives[name] = max(objectives.get(name, 0.0), host.budget.objective)
-        return {
-            name: 1.0 - burnt(good, bad, objectives[name]) for name, (good, bad) in counts.items()
+        found, at_s = {}, now_s + self._epoch_s
+        for name, objective in objectives.items():
+            known = self._counts.get(name) or _Deployment(at_s)
+            good, bad = known.counts.counts(at_s, PERIOD_S)
+            history_s = min(PERIOD_S, at_s - known.since_s)
+            found[name] = BudgetLeft(1.0 - burnt(good, bad, objective), good + bad, history_s)
+        return found
+
+    def saved(self, now_s: float) -> dict[str, BudgetSlices]:
+        """Return the period's requests by deployment, for a later process to restore."""
+        found = {
+            name: tuple(
+                (max(at_s, known.since_s), good, bad)
+                for at_s, good, bad in known.counts.slices(now_s + self._epoch_s)
+            )
+            for name, known in self._counts.items()
         }
+        self._counts = {name: each for name, each in self._counts.items() if found[name]}
+        return {name: slices for name, slices in found.items() if slices}
+
+    def restore(self, saved: Mapping[str, BudgetSlices], now_s: float, wall_s: float) -> None:
+        """Add an earlier process's requests, without those of the future; wall_s: Unix seconds.
+
+        Slices are the same in every process from here on. Call it before any report.
+        """
+        self._epoch_s = wall_s - now_s
+        for name, slices in saved.items():
+            for at_s, good, bad in slices:
+                if at_s <= wall_s:
+                    self._count(name, at_s, good, bad)
+
+    def _count(self, name: str, at_s: float, good: int, bad: int) -> None:
+        known = self._counts.get(name)
+        if known is None and len(self._counts) < MOST_DEPLOYMENTS:
+            known = self._counts[name] = _Deployment(at_s)
+        if known is not None:
+            known.since_s = min(known.since_s, at_s)
+            known.counts.add(at_s, good, bad)
 
     def judge(
         self,

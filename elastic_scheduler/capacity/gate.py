@@ -375,9 +375,10 @@ class CapacityGate:
         """Return a guest's mode: the stricter of the operator's stop and its node's verdict."""
         return stricter(self.stop.mode_of(replica), self.verdict(node).mode)
 
-    def budget_left(self, now_s: float) -> dict[str, float]:
-        """Return the remaining share of the SLO budget by deployment, "" for hosts without one."""
-        return self._budgets.left(now_s)
+    @property
+    def budgets(self) -> BudgetHold:
+        """SLO budgets of nodes and deployments."""
+        return self._budgets
 
     def busy_share(self, node: str) -> float | None:
         """Return the last reported busy share of the node's host, None if unknown."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from elastic_scheduler import HarvestMode, ReplicaKind
 from elastic_scheduler.capacity import LimitKind
+from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from rose.dashboard.history import History, is_late
 from rose.dashboard.journal import JournalContent
 from rose.dashboard.page import Tone
@@ -47,7 +48,7 @@ class Moment:
     """Inputs of the dashboard at one moment. observed: fleet snapshot, None on a standby.
 
     leader: the leader's address, "" if unknown. me: this process's address. at_s: Unix seconds;
-    since_s: when this process began. budget_left: remaining share of the SLO budget by deployment.
+    since_s: when this process began. budget_left: rest of the SLO budget by deployment.
     """
 
     observed: Observed | None
@@ -57,7 +58,7 @@ class Moment:
     me: str = ""
     since_s: float = 0.0
     troubles: tuple[str, ...] = ()
-    budget_left: Mapping[str, float] = field(default_factory=dict)
+    budget_left: Mapping[str, BudgetLeft] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

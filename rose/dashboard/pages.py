@@ -11,11 +11,13 @@ from functools import partial
 from typing import Any, Final
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity.budget_hold import PERIOD_S, BudgetLeft
 from rose.dashboard.history import FEWEST_REQUESTS, RequestCounts
 from rose.dashboard.journal import JournalEntry
 from rose.dashboard.model import BROKEN_STATES, STATES, Model, NodeRow
 from rose.dashboard.page import NO_DATA, Cell, Page, count, day, latency, span, url
 from rose.rpc import rose_pb2 as pb
+from slo.error_budget import DAY_S
 
 GIB: Final = 1 << 30
 # Points of a chart that its table shows.
@@ -23,6 +25,8 @@ FIGURES: Final = 15
 # A page with its scripts stays below 150 kB.
 ROWS: Final = 40
 DECISIONS_OF_NODE: Final = 12
+# Least number of misses that an SLO budget allows before what is left of it is shown.
+FEWEST_MISSES: Final = 10
 MOST_QUERY_CHARS: Final = 300
 LATE: Final = "late"
 KINDS: Final = ("all but leases", "leases", "operators")
@@ -268,16 +272,26 @@ def burn(rate: float | None) -> Cell:
     return Cell(f"{rate:.2f}", "bad" if rate > 1 else "good")
 
 
-def empty_in(left: float | None, rate: float | None) -> str:
-    """Return the time until an SLO budget is spent at this burn rate, as text.
+def budget(left: BudgetLeft | None, objective: float) -> Cell:
+    """Return a cell with the rest of an SLO budget, and how much data says so."""
+    if left is None:
+        return UNKNOWN
+    if left.requests * (1 - objective) < FEWEST_MISSES:
+        return Cell(f"{count(left.requests)} requests in {span(left.history_s)}: too few", "quiet")
+    whole = left.history_s > 29.5 * DAY_S
+    text = f"{left.share:.0%}" if whole else f"{left.share:.0%} by {span(left.history_s)} of data"
+    return Cell(text, "bad" if left.share <= 0 else "")
 
-    left: remaining share of the 30 days' budget.
-    """
+
+def empty_in(left: BudgetLeft | None, rate: float | None) -> str:
+    """Return the time until an SLO budget is spent at this burn rate, as text."""
     if left is None or rate is None:
         return NO_DATA
-    if left <= 0:
+    if left.history_s < DAY_S:
+        return "after a day of data"
+    if left.share <= 0:
         return "now"
-    return span(left / rate * 30 * 86_400) if rate > 0 else "never"
+    return span(left.share / rate * PERIOD_S) if rate > 0 else "never"
 
 
 def missed(spent: RequestCounts) -> str:
@@ -331,6 +345,7 @@ _HELPERS: Final = {
     "UNKNOWN": UNKNOWN,
     "of_target": of_target,
     "state_cell": state_cell,
+    "budget": budget,
     "burn": burn,
     "empty_in": empty_in,
     "missed": missed,

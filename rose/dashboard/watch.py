@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
 
+from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from rose.dashboard.history import SAMPLE_S, History
 from rose.dashboard.journal import Journal
 from rose.dashboard.model import Model, Moment
@@ -70,7 +71,7 @@ class Watch:
         self._served: SchedulerService | None = None
         self._model: Model | None = None
         self._made_s = 0.0
-        self._budget_left: Mapping[str, float] = {}
+        self._budget_left: Mapping[str, BudgetLeft] = {}
         self._budgeted_s: float | None = None
         # Pages of one snapshot, by address, which readers of one page share.
         self._paged: Model | None = None

@@ -38,7 +38,7 @@ from rose.dashboard import (
     add_dashboard_options,
     taken_dashboard,
 )
-from rose.errors import ConfigError, RoseError
+from rose.errors import ConfigError, RoseError, UnavailableError
 from rose.logs.eventlog import EventLog, JsonlLog, Logs
 from rose.logs.process_log import add_logging_options, complain, repeat, start_logging
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
@@ -52,7 +52,7 @@ from rose.scheduler.core.limits import checked_name
 from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.core.usage import UsageLog
 from rose.scheduler.metrics import SchedulerMetrics
-from rose.scheduler.persistence import JobRecord, load
+from rose.scheduler.persistence import JobRecord, Saved, load, save_slo_budgets
 from rose.scheduler.service import AuditSink, LeaderHandlers, SchedulerService
 from rose.security.audit_log import AuditLog, audit_file
 from rose.security.certificates import (
@@ -83,7 +83,7 @@ KNOWN_LOOK_S = 0.02
 MARK_S = 0.5
 # Records of lent time and memory, for `rose usage`.
 USAGE = "usage.jsonl"
-USAGE_EVERY_S = 60.0
+USAGE_EVERY_S = BUDGETS_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +380,7 @@ async def _lead(
     background.start("stop", service.watch_stop, restarts=None)
     usage = UsageLog(lent.write)
     background.start("usage", partial(_keep_usage, core, usage), restarts=None)
+    background.start("budgets", partial(_keep_budgets, core, saved, store), restarts=None)
     if api is not None:
         controllers.append(PolicyController(api, service, events.write))
         background.start("objects", controllers[0].run, restarts=None)
@@ -418,6 +419,17 @@ async def _keep_usage(core: SchedulerCore, usage: UsageLog) -> None:
     while True:
         await asyncio.sleep(USAGE_EVERY_S)
         usage.take(core.usage.sums(time.monotonic()), time.time())
+
+
+async def _keep_budgets(core: SchedulerCore, saved: Saved, store: FencedStore) -> None:
+    budgets = core.capacity.gate.budgets
+    budgets.restore(saved.slo_budgets, time.monotonic(), time.time())
+    while True:
+        await asyncio.sleep(BUDGETS_EVERY_S)
+        # The next minute's write has what the store did not take.
+        with contextlib.suppress(UnavailableError):
+            if requests := budgets.saved(time.monotonic()):
+                await store.txn((), [save_slo_budgets(requests)])
 
 
 async def _until_stopped(

@@ -25,6 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from rose.metrics_server import certificate_families
 from rose.scheduler.service import SchedulerService, ServiceFigures
 from rose.security.audit_log import AuditLog
@@ -108,7 +109,7 @@ class SchedulerMetrics(Collector):
         self._leadership: Leadership | None = None
         self._service: Callable[[], SchedulerService | None] = lambda: None
         self._figures: ServiceFigures | None = None
-        self._budgets: Mapping[str, float] = {}
+        self._budgets: Mapping[str, BudgetLeft] = {}
         self._budgeted_s: float | None = None
         # Names that are counted apart, and since when each is over.
         self._jobs: dict[str, float | None] = {}
@@ -217,7 +218,15 @@ class SchedulerMetrics(Collector):
             for name, (what, labels) in table.items():
                 yield family(name, what, values[name], labels)
         left = "Share of 30 days' SLO budget that is left; below 0: overspent."
-        yield gauge("slo_budget_left_ratio", left, self._budgets, "deployment")
+        requests = "Requests of the last 30 days by which the SLO budget is judged."
+        history = "Time since the first of these requests, 30 days at most."
+        for kind, what, figure in (
+            ("left_ratio", left, "share"),
+            ("requests", requests, "requests"),
+            ("history_seconds", history, "history_s"),
+        ):
+            shown = {name: getattr(each, figure) for name, each in self._budgets.items()}
+            yield gauge(f"slo_budget_{kind}", what, shown, "deployment")
 
     def _known(self, job: str) -> str:
         if job in self._jobs or len(self._jobs) < MOST_JOBS:

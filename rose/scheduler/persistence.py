@@ -7,6 +7,7 @@
 | `harvest/{replica}` | mode |
 | `stop` | {"mode"}: the operator's stop, which any scheduler obeys |
 | `policies/{name}` | {"policy", "halted", "object"}: why its canary is halted, whose it is |
+| `slo_budgets` | {deployment: [[at_s, good, bad], …]}: good and bad requests of 30 days |
 | `jobs/{job}` | `JobRecord`: {"job", "max_staleness", "model", "weight", "max_guests", …} |
 | `runs/{job}` | {"job", "run", "process", "holder", "since_s", "ended"}: who trains it |
 | `versions/{job}/{version, 20 digits}` | {"job", "version", "parent", "url", "run"} |
@@ -27,11 +28,12 @@ tables are sent; changes that need the store wait, and `stalled_s` says so.
 import asyncio
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import CapacityPolicy, policy_of
+from elastic_scheduler.capacity.budget_hold import BudgetSlices
 from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.lease_table import MAX_EPOCH, MAX_VERSION
 from rose.errors import ConfigError, UnavailableError
@@ -41,7 +43,7 @@ from rose.store import Delete, Put, Store, StoreEntry, Write
 
 EPOCHS, OVERRIDES, JOBS, VERSIONS = "epochs/", "harvest/", "jobs/", "versions/"
 POLICIES, STOP, RUNS = "policies/", "stop", "runs/"
-EPOCH_FLOOR, RESTORING = "epoch_floor", "restoring"
+EPOCH_FLOOR, RESTORING, SLO_BUDGETS = "epoch_floor", "restoring", "slo_budgets"
 # Keys that only builds before 0.3.0 wrote: `harvest` may be a stop, so none of them is passed over.
 REFUSED = frozenset({"harvest", "job"})
 RETRY_S = 0.1
@@ -101,6 +103,7 @@ class Saved:
     epochs: newest lease epoch by replica; epoch_jobs: the job of that lease. nodes: nodes that had
     a lease, with the Unix time of the last grant. halted: reasons of halted canaries by policy.
     objects: names of policies that are Kubernetes objects. epoch_floor: every new epoch is greater.
+    slo_budgets: requests of the last 30 days by deployment.
     """
 
     epochs: dict[str, int] = field(default_factory=dict)
@@ -115,6 +118,7 @@ class Saved:
     runs: tuple[RunRecord, ...] = ()
     objects: frozenset[str] = frozenset()
     epoch_floor: int = 0
+    slo_budgets: Mapping[str, BudgetSlices] = field(default_factory=dict)
 
 
 def load(entries: Iterable[StoreEntry]) -> Saved:
@@ -154,7 +158,19 @@ def _load(entries: Sequence[StoreEntry]) -> Saved:
         nodes=_nodes(entries),
         runs=tuple(RunRecord(**json.loads(entry.value)) for _, entry in _below(RUNS, entries)),
         epoch_floor=_floor(found.get(EPOCH_FLOOR)),
+        slo_budgets=_slo_budgets(found.get(SLO_BUDGETS)),
     )
+
+
+def _slo_budgets(entry: StoreEntry | None) -> dict[str, BudgetSlices]:
+    said = json.loads(entry.value) if entry else {}
+    found = {
+        name: tuple((float(at_s), int(good), int(bad)) for at_s, good, bad in slices)
+        for name, slices in said.items()
+    }
+    if any(min(good, bad) < 0 for slices in found.values() for _, good, bad in slices):
+        raise ValueError(f"{SLO_BUDGETS} has fewer requests than none")
+    return found
 
 
 def _nodes(entries: Iterable[StoreEntry]) -> dict[str, float]:
@@ -225,6 +241,11 @@ def save_override(mode: HarvestMode, replica: str) -> Write:
 def save_stop(mode: HarvestMode) -> Put:
     """Return the write of the operator's stop, which every scheduler of the store follows."""
     return Put(STOP, _encode({"mode": mode.value}))
+
+
+def save_slo_budgets(saved: Mapping[str, BudgetSlices]) -> Put:
+    """Return the write of the last 30 days' requests by deployment."""
+    return Put(SLO_BUDGETS, _encode(saved))
 
 
 def save_policy(

@@ -6,6 +6,7 @@ Skipped with a reason where its programs are not there; `scripts/prometheus` fet
 import asyncio
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,8 @@ def expressions() -> Iterator[tuple[str, str]]:
     for file in DASHBOARDS:
         for panel in json.loads(file.read_text())["panels"]:
             for target in panel["targets"]:
-                put = target["expr"].replace("$__rate_interval", "10s").replace("$instance", ".*")
+                put = re.sub(r"\$(cluster|node|instance)", ".*", target["expr"])
+                put = put.replace("$__rate_interval", "10s")
                 yield f"{file.stem}, {panel['title']}, {target['refId']}", put
 
 

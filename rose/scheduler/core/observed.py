@@ -28,6 +28,7 @@ from elastic_scheduler.capacity import (
     PolicyMode,
     effective,
 )
+from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from elastic_scheduler.capacity.effective import PATHS
 from elastic_scheduler.capacity.policy import NodeSelector
 from elastic_scheduler.leases.lease_table import stricter
@@ -124,8 +125,8 @@ class Observed:
     """Immutable snapshot of the fleet. halted: reasons of halted canaries, by policy name.
 
     of_objects: names of policies that are Kubernetes objects. replicas: live offers in the order of
-    replica ids. promised: number of leases whose epochs are not durable yet. budget_left: remaining
-    share of the SLO budget by deployment, None if not asked for.
+    replica ids. promised: number of leases whose epochs are not durable yet. budget_left: rest
+    of the SLO budget by deployment, None if not asked for.
     """
 
     stop: HarvestMode = HarvestMode.ACTIVE
@@ -142,7 +143,7 @@ class Observed:
     usage: Mapping[Pair, Lent] = field(default_factory=dict)
     gateways: int = 0
     settling: bool = False
-    budget_left: Mapping[str, float] | None = None
+    budget_left: Mapping[str, BudgetLeft] | None = None
 
     @property
     def acts(self) -> bool:
@@ -219,7 +220,7 @@ def observe(books: Books, now_s: float, *, budgets: bool) -> Observed:
         usage=books.usage.sums(now_s),
         gateways=len(books.demand),
         settling=leasing.settling(now_s),
-        budget_left=gate.budget_left(now_s) if budgets else None,
+        budget_left=gate.budgets.left(now_s) if budgets else None,
     )
 
 

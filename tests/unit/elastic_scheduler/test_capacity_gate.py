@@ -27,6 +27,7 @@ from elastic_scheduler.capacity.budget_hold import (
 from elastic_scheduler.capacity.effective import MOST_STEP_S, in_canary, lendable
 from elastic_scheduler.capacity.gate import SETTLE_S
 from elastic_scheduler.capacity.policy import MaxHostBusy, SloBudget
+from slo.error_budget import DAY_S
 
 ACTIVE, HOLD = HarvestMode.ACTIVE, HarvestMode.HOLD
 DRAIN, OFF = HarvestMode.HOLD_AND_DRAIN, HarvestMode.OFF
@@ -375,6 +376,30 @@ def test_a_host_that_burns_its_budget_while_it_lends_is_held_with_its_numbers() 
     assert "at most 14.4" in act.why
     assert hold.status() == {"n": act.why}
     assert hold.judge({"n": LIMIT}, now_s) == [], "said once"
+
+
+def test_a_budget_is_kept_over_restarts_and_says_how_much_data_it_has() -> None:
+    hold, now_s, wall_s = BudgetHold(), 50.0, 1_800_000_000.0
+    hold.restore({}, now_s, wall_s)
+    hold.judge({"n": LIMIT}, now_s, {"n": "chat"})
+    now_s = serve(hold, "n", minutes=10, bad=1, since_s=now_s)
+    hold.judge({"n": LIMIT}, now_s, {"n": "chat"})
+    left = hold.left(now_s)["chat"]
+    assert (left.requests, left.history_s) == (1_000, 600.0)
+    assert left.share == pytest.approx(0.0, abs=1e-9)
+    wall_s += 600.0
+    for day in range(1, 32):
+        wall_s += DAY_S
+        later, later_s = BudgetHold(), 7.0 * day
+        later.restore(hold.saved(now_s), later_s, wall_s)
+        later.restore({"chat": ((wall_s + 9.0, 5, 5),)}, later_s, wall_s)  # its clock was wrong
+        later.serve("n", 0, 0, later_s, lends=False)
+        later.judge({"n": LIMIT}, later_s, {"n": "chat"})
+        left = later.left(later_s)["chat"]
+        assert left.requests == (1_000 if day < 30 else 0)
+        assert left.history_s == pytest.approx(day * DAY_S + 600.0) or day > 29
+        hold, now_s = later, later_s
+    assert hold.saved(now_s) == {}
 
 
 def serve_both(hold: BudgetHold, minutes: int, bad: int, since_s: float = 0.0) -> float:

@@ -542,6 +542,29 @@ def test_rules_and_dashboards_are_what_lies_in_their_folders(tmp_path: Path) -> 
     assert found["r-dashboard-fleet"]["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
+def test_alerts_speak_the_operators_words() -> None:
+    """Severities, labels and the address of runbooks are values; series name cluster and node."""
+    words = {"severities": {"page": "critical"}, "ruleLabels": {"team": "sre"}}
+    for url, page in (
+        ("https://docs.example.net/runbooks", "https://docs.example.net/runbooks/{}.md"),
+        ("https://docs.example.net/NAME.html", "https://docs.example.net/{}.html"),
+        ("", "docs/operators/runbooks/{}.md"),
+    ):
+        values = {"monitoring": {"prometheusRule": True, "runbookUrl": url, **words}}
+        spec = objects(values)["PrometheusRule/r-rose-rules"]["spec"]
+        alerts = [r for group in spec["groups"] for r in group["rules"] if "alert" in r]
+        assert {each["labels"]["severity"] for each in alerts} == {"critical", "ticket", "info"}
+        for each in alerts:
+            assert each["labels"]["team"] == "sre"
+            assert each["annotations"]["runbook_url"] == page.format(each["alert"])
+    found = objects(SECRETS, {"cluster": "prod", "monitoring": {"podMonitor": True}})
+    (endpoint,) = found["PodMonitor/r-node"]["spec"]["podMetricsEndpoints"]
+    assert endpoint["relabelings"] == [
+        {"targetLabel": "cluster", "replacement": "prod"},
+        {"targetLabel": "node", "sourceLabels": ["__meta_kubernetes_pod_node_name"]},
+    ]
+
+
 def test_the_crd_is_upgraded_with_the_chart_and_kept_without_it() -> None:
     (crd,) = [
         each for key, each in objects(but=()).items() if key.startswith("CustomResourceDefinition/")

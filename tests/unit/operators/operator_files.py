@@ -17,9 +17,9 @@ RULE_TESTS = ROOT / "tests" / "rules" / "rose.rules.test.yaml"
 DASHBOARDS = ROOT / "helm" / "rose" / "files" / "dashboards"
 RUNBOOKS = ROOT / "docs" / "operators" / "runbooks"
 
-# Prometheus' own: of every target, of histograms' buckets, and of alerts.
-TARGET_LABELS = {"instance", "le"}
-RECORDED_LABELS = {"instance", "host"}
+# Prometheus' own: of every target, as the chart labels it, of histograms' buckets, and of alerts.
+TARGET_LABELS = {"cluster", "node", "instance", "le"}
+RECORDED_LABELS = {"cluster", "node", "instance", "host"}
 ALERT_LABELS = {"alertname", "alertstate", "burnrate_tier", "severity"}
 
 

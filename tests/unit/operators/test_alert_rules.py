@@ -34,7 +34,7 @@ def test_an_alert_says_what_is_wrong_with_its_values_and_where_to_read_on(
     page = ROOT / said["runbook_url"]
     assert page.name == f"{rule['alert']}.md"
     assert page.is_file()
-    values = re.findall(r"{{ \$(?:value|labels\.\w+)", said["description"])
+    values = re.findall(r"{{ (?:or )?\$(?:value|labels\.\w+)", said["description"])
     assert values or rule["alert"] == "RoseSchedulerNoLeader", "a description shows its values"
 
 

@@ -7,7 +7,7 @@ import pytest
 from operator_files import DASHBOARDS, complaints, known_labels, script
 
 FILES = sorted(DASHBOARDS.glob("*.json"))
-QUESTIONS = 8
+QUESTIONS = 9
 
 
 def panels(file: Any) -> list[dict[str, Any]]:
@@ -33,6 +33,10 @@ def test_a_panel_asks_for_what_exists_and_shows_gaps_as_gaps(panel: dict[str, An
     assert panel["targets"]
     for target in panel["targets"]:
         assert complaints(target["expr"].replace("$__rate_interval", "5m")) == []
+        # Clusters and nodes in one Prometheus are told apart.
+        named, chosen = target["expr"].count("rose"), target["expr"].count('cluster=~"$cluster"')
+        assert chosen == named
+        assert target["expr"].count("$instance") == target["expr"].count("$node")
         for word in target["legendFormat"].split("{{")[1:]:
             assert word.split("}}")[0] in labels
     defaults = panel["fieldConfig"]["defaults"]

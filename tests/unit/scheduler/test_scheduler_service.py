@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import sqlite3
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from service_cases import Bench, FakeNode, running, shows
 from elastic_scheduler import HarvestMode
 from rose.addresses import free_port
 from rose.errors import ConfigError, RefusedError, UnavailableError
+from rose.main import scheduler
 from rose.main.scheduler import SchedulerSettings, main, serve
 from rose.operate.client import SchedulerClient
 from rose.process.background_tasks import TaskDiedError
@@ -32,8 +34,10 @@ from rose.rpc.leader_channel import (
 from rose.rpc.rose_pb2_grpc import SchedulerServicer, SchedulerStub
 from rose.scheduler import SchedulerService, service
 from rose.scheduler.core.messages import Action, Attached, Event
+from rose.scheduler.core.scheduler_core import SchedulerCore
+from rose.scheduler.persistence import Saved, load
 from rose.scheduler.service import LeaderHandlers
-from rose.store import Expect, SqliteStore, StoreName, Write
+from rose.store import Expect, Put, SqliteStore, StoreName, Write
 from rose.store.sqlite import BUSY_TIMEOUT_S
 from tests.fakes.memory_store import InMemoryStore
 from tests.harness.waiting import PATIENCE_S
@@ -662,6 +666,33 @@ def test_what_is_no_list_of_addresses_is_refused_with_one_line(text: str) -> Non
 
 def test_addresses_of_ipv6_are_in_brackets() -> None:
     assert LeaderFinder("[::1]:7400, h:1").addresses == ("[::1]:7400", "h:1")
+
+
+async def test_slo_budgets_are_those_of_the_store_and_saved_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "BUDGETS_EVERY_S", 0.01)
+    store = InMemoryStore()
+    for term in range(1, 3):
+        saved = load((await store.list("")).entries)
+        core = SchedulerCore(saved, HarvestMode.OFF)
+        keeping = asyncio.create_task(
+            scheduler._keep_budgets(core, saved, store)  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(0)
+        core.capacity.gate.budgets.serve("n", 90, 10, time.monotonic(), lends=False)
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(_requests(load((await store.list("")).entries))) < 100 * term:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        keeping.cancel()
+    broken = Put("slo_budgets", b'{"chat": [[0, -1, 0]]}')
+    await store.txn((), [broken])
+    with pytest.raises(ConfigError, match="the store holds what no scheduler wrote"):
+        load((await store.list("")).entries)
+
+
+def _requests(saved: Saved) -> list[int]:
+    return [good + bad for slices in saved.slo_budgets.values() for _, good, bad in slices]
 
 
 # ---- full disk ----
