@@ -395,6 +395,11 @@ class Monitoring(Strict):
     dashboards: bool = _said("ConfigMaps of files/dashboards, for Grafana's sidecar", False)
     interval: Annotated[str, _pattern("[0-9]+s")] = _said("between scrapes", "15s")
     labels: Labels = _said("that your Prometheus selects by", {})
+    prometheus_url: str = _said(
+        "address of your Prometheus, for the schedulers' dashboard: history beyond ten minutes and"
+        " advice; one of `networkPolicy.peers.monitoring`",
+        "",
+    )
     severities: Severities = _said("label `severity` of alerts, in your words", Severities())
     rule_labels: Labels = _said("further labels of each alert", {})
     runbook_url: str = _said(

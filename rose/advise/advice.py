@@ -35,7 +35,7 @@ class Assumed:
 
     cards: GPUs of one engine. tables: published table to use, by model; a model that is not named
     has that of "", or the one nearest to the size in its name. price: of a GPU-hour. ttft_s,
-    tpot_s: promised to users.
+    tpot_s: promised to users. unsized: table of a model whose name has no size.
     """
 
     cards: int = 1
@@ -45,6 +45,7 @@ class Assumed:
     ttft_s: float = 2.0
     tpot_s: float = 0.2
     tables: tuple[tuple[str, str], ...] = ()
+    unsized: str = ""
 
     def __post_init__(self) -> None:
         if self.cards < 1:
@@ -59,6 +60,8 @@ class Assumed:
         if given is not None:
             return given
         size = re.search(r"(\d+(?:\.\d+)?)\s*b(?![a-z])", model, re.IGNORECASE)
+        if size is None and self.unsized:
+            return self.unsized
         if size is None:
             raise ConfigError(
                 f"{model!r} does not say how many parameters it has; add --model"
@@ -169,6 +172,8 @@ def _of_deployment(usage: DeploymentUsage, assumed: Assumed) -> DeploymentAdvice
     answer, trouble = None, ""
     if not any(each.requests > 0 for each in usage.moments):
         trouble = "no request finished in this time: there is nothing to simulate"
+    elif not any(each.output_tokens > 0 for each in usage.moments):
+        trouble = "nodes do not say how long requests are: there is nothing to simulate"
     else:
         engines = max(1, round(usage.engines))
         question = WhatIfQuestion(

@@ -38,6 +38,8 @@ TTFT: Final = tuple(name for engine in ENGINES.values() for name in engine["ttft
 TPOT: Final = tuple(
     name for engine in ENGINES.values() for kind in ("tpot", "itl") for name in engine[kind]
 )
+# Labels by which engines are one deployment.
+BY: Final = "namespace,model_name"
 Labels = tuple[tuple[str, str], ...]
 
 
@@ -99,10 +101,13 @@ def idle_share(moments: Sequence[UsageStep]) -> float:
 class PrometheusHistory:
     """Prometheus HTTP API at `url`, read-only. Raises ConfigError for an address that is none."""
 
-    def __init__(self, url: str, by: Sequence[str], token: str | None = None) -> None:
+    def __init__(
+        self, url: str, by: Sequence[str], token: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError(f"--prometheus {url}: give http://HOST:PORT or https://HOST:PORT")
         self._url, self._by, self._token = url.rstrip("/"), tuple(by), token
+        self._timeout_s = timeout_s
 
     def usages(self, days: float, now_s: float) -> list[DeploymentUsage]:
         """Return the usage of every deployment in the last `days`.
@@ -118,7 +123,7 @@ class PrometheusHistory:
             found: dict[Labels, dict[float, float]] = {}
             for name in names:
                 query = expression.format(name=name, by=by, w=window)
-                for labels, values in self._range(query, now_s - span_s, now_s, step_s).items():
+                for labels, values in self.range(query, now_s - span_s, now_s, step_s).items():
                     found.setdefault(labels, values)
             return found
 
@@ -171,9 +176,13 @@ class PrometheusHistory:
                     found.setdefault(self._labels(row), value)
         return found
 
-    def _range(
+    def range(
         self, query: str, start_s: float, end_s: float, step_s: float
     ) -> dict[Labels, dict[float, float]]:
+        """Return finite values by time, of each series that a query has between two times.
+
+        Raises UnavailableError.
+        """
         rows = self._ask(
             "query_range", query=query, start=f"{start_s:.3f}", end=f"{end_s:.3f}", step=f"{step_s}"
         )
@@ -194,7 +203,7 @@ class PrometheusHistory:
         body = urllib.parse.urlencode(query).encode()
         request = urllib.request.Request(f"{self._url}/api/v1/{what}", body, headers)  # noqa: S310
         try:
-            with open_directly(request, TIMEOUT_S) as reply:
+            with open_directly(request, self._timeout_s) as reply:
                 said = json.loads(reply.read(MOST_ANSWER_BYTES))
             return list(said["data"]["result"])
         except urllib.error.HTTPError as error:

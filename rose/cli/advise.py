@@ -12,16 +12,15 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rose.advise import Assumed, DeploymentAdvice, LendingAdvice, advice_of
-from rose.advise.page import page_of
-from rose.advise.usage import PrometheusHistory, trace_usage, watched_usages
+from rose.advise import Assumed, advice_of
+from rose.advise.page import page_of, view
+from rose.advise.usage import BY, PrometheusHistory, trace_usage, watched_usages
 from rose.cli.options import metrics_text
-from rose.command_line.output import Format, Table, View, add_output_options, note, write
+from rose.command_line.output import Format, add_output_options, note, write
 from rose.command_line.parser import Parser
 from rose.errors import ConfigError
 
 DAYS, FOR_S, EVERY_S = 7.0, 600.0, 5.0
-BY = "namespace,model_name"
 
 
 def parser(prog: str) -> Parser:
@@ -92,69 +91,6 @@ def _run(args: argparse.Namespace) -> int:
         note(f"{args.out} is written")
     write(view(advice), Format(args.output))
     return 0
-
-
-def view(advice: LendingAdvice) -> View:
-    """Return the advice as three tables: figures, users' latencies with and without lending, and
-    how sure both are.
-    """
-    figures = [_row(each) for each in advice.deployments]
-    if len(figures) > 1:
-        money = "" if advice.money_a_day is None else f"{advice.money_a_day:,.0f}"
-        total = (f"{advice.gpus:.1f}", "", f"{advice.idle_gpu_hours_a_day:.1f}")
-        figures.append(
-            ("all", *total, f"{advice.tokens_a_day:.3g}", f"{advice.saved_a_day:.1f}", money)
-        )
-    columns = ("DEPLOYMENT", "GPUS", "IDLE", "IDLE GPU-H/DAY", "TOKENS/DAY", "GPU-H SAVED/DAY")
-    users = [
-        (each.usage.name, *row)
-        for each in advice.deployments
-        if each.answer
-        for row in _users(each)
-    ]
-    lines = ("nothing was lent: tokens and users' p99 with lending are simulated",)
-    sure = [(each.usage.name, line) for each in advice.deployments for line in _doubts(each)]
-    return View(
-        advice.plain(),
-        lines,
-        (
-            Table(
-                (*columns, "MONEY/DAY"),
-                tuple(figures),
-                right=frozenset((*columns[1:], "MONEY/DAY")),
-            ),
-            Table(
-                ("DEPLOYMENT", "USERS' P99", "MEASURED", "ALONE", "LENDING"),
-                tuple(users),
-                right=frozenset(("MEASURED", "ALONE", "LENDING")),
-            ),
-            Table(("DEPLOYMENT", "HOW SURE"), tuple(sure)),
-        ),
-    )
-
-
-def _row(each: DeploymentAdvice) -> tuple[str, ...]:
-    tokens = f"{each.answer.harvested_tokens_a_day:.3g}" if each.answer else ""
-    saved = f"{each.saved_a_day:.1f}" if each.answer else ""
-    money = "" if each.money_a_day is None else f"{each.money_a_day:,.0f}"
-    idle = f"{each.idle_gpu_hours_a_day:.1f}"
-    return each.usage.name, f"{each.gpus:.1f}", f"{each.idle:.0%}", idle, tokens, saved, money
-
-
-def _users(each: DeploymentAdvice) -> list[tuple[str, str, str, str]]:
-    answer, usage = each.answer, each.usage
-    assert answer is not None
-    ttft = "" if usage.ttft_p99_s is None else f"{usage.ttft_p99_s:.3f} s"
-    tpot = "" if usage.tpot_p99_s is None else f"{1e3 * usage.tpot_p99_s:.1f} ms"
-    alone, lending = answer.alone, answer.lending
-    return [
-        ("TTFT", ttft, f"{alone.ttft_s.p99:.3f} s", f"{lending.ttft_s.p99:.3f} s"),
-        ("TPOT", tpot, f"{1e3 * alone.tpot_s.p99:.1f} ms", f"{1e3 * lending.tpot_s.p99:.1f} ms"),
-    ]
-
-
-def _doubts(each: DeploymentAdvice) -> tuple[str, ...]:
-    return (*each.sure, *([f"not simulated: {each.trouble}"] if each.trouble else []))
 
 
 def _named_table(text: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_scheduler.capacity import NodeVerdict
+from rose.advise.usage import DeploymentUsage, UsageStep
 from rose.scheduler.core.observed import NodeSeen, Observed
 from slo.error_budget import burnt
 
@@ -75,7 +76,7 @@ class ModeChange:
 @dataclass(slots=True)
 class _Node:
     ring: Ring
-    counted: tuple[int, int] | None = None
+    counted: tuple[int, ...] | None = None
     tokens: dict[str, int] = field(default_factory=dict)
     modes: dict[str, str] = field(default_factory=dict)
     changes: deque[ModeChange] = field(default_factory=lambda: deque(maxlen=CHANGES_KEPT))
@@ -101,13 +102,15 @@ class RequestCounts:
 
 class RequestLedger:
     """Counts of one deployment's requests by minute, apart for hosts with and without a leased
-    guest.
+    guest, and its usage.
     """
 
     def __init__(self) -> None:
         self.objective = OBJECTIVE
         # minute -> good and bad with a guest, good and bad without
         self._minutes: deque[list[int]] = deque(maxlen=MINUTES)
+        # minute -> seconds of engines, idle ones of these, requests, their tokens
+        self._use: deque[tuple[int, NDArray[np.float64]]] = deque(maxlen=MINUTES)
 
     def add(self, minute: int, good: int, bad: int, *, lends: bool) -> None:
         """Add requests to this minute: good ones met their targets, bad ones missed one.
@@ -119,6 +122,26 @@ class RequestLedger:
         at = 1 if lends else 3
         self._minutes[-1][at] += good
         self._minutes[-1][at + 1] += bad
+
+    def use(self, minute: int, *sums: float) -> None:
+        """Add to this minute: engines' seconds, their idle ones, requests, prompt and output
+        tokens.
+        """
+        if not self._use or self._use[-1][0] != minute:
+            self._use.append((minute, np.zeros(5)))
+        self._use[-1][1][:] += sums
+
+    def usage(self, name: str) -> DeploymentUsage | None:
+        """Return the deployment's usage in whole minutes; None before the first."""
+        steps = [
+            UsageStep(
+                minute * MINUTE_S, sums[0] / MINUTE_S, sums[1] / sums[0], *sums[2:] / MINUTE_S
+            )
+            for minute, sums in list(self._use)[1:-1]
+            if sums[0]
+        ]
+        span_s = steps[-1].at_s - steps[0].at_s + MINUTE_S if steps else 0.0
+        return DeploymentUsage(name, "", MINUTE_S, span_s, tuple(steps)) if steps else None
 
     def spent(self, minute: int, minutes: int) -> tuple[RequestCounts, RequestCounts]:
         """Return the counts of the last `minutes` until `minute`: with a leased guest, and
@@ -183,6 +206,11 @@ class History:
         """Minute of the newest sample, since the Unix epoch."""
         return int(self._wall_s // MINUTE_S)
 
+    def usages(self) -> list[DeploymentUsage]:
+        """Return the usage of each deployment that has one, by name."""
+        found = (ledger.usage(name or "(none)") for name, ledger in sorted(self.ledgers.items()))
+        return [usage for usage in found if usage is not None]
+
     def fleet(self) -> tuple[Points, list[Points]]:
         """Return the sample times and the fleet's lines (`FLEET_LINES`), oldest first."""
         order = self._order()
@@ -238,7 +266,7 @@ class History:
         known.tok_s = self._tokens(known, node, step_s)
         self._modes(known, node)
         if host is not None:
-            self._requests(known, node, lends=bool(guests))
+            self._requests(known, node, step_s or 0.0, lends=bool(guests))
         kv_bytes = float(sum(each.kv_bytes for each in guests)) if guests else 0.0
         duty = sum(each.duty for each in guests) / len(guests) if guests else None
         latencies = (host.ttft_p95_s, host.tpot_p95_s) if host and host.window_requests else ()
@@ -269,18 +297,23 @@ class History:
                 )
         known.modes = {each.replica: each.mode for each in node.telemetry.guests}
 
-    def _requests(self, known: _Node, node: NodeSeen, *, lends: bool) -> None:
+    def _requests(self, known: _Node, node: NodeSeen, step_s: float, *, lends: bool) -> None:
         host = node.telemetry.host
-        before, known.counted = known.counted, (host.slo_good, host.slo_bad)
+        counts = host.slo_good, host.slo_bad, host.prompt_tokens, host.output_tokens
+        before, known.counted = known.counted, counts
         ledger = self._ledger(node.labels, node.verdict)
-        if before is None or ledger is None:
+        if before is None:
             return
-        good, bad = host.slo_good - before[0], host.slo_bad - before[1]
-        if good < 0 or bad < 0:  # of a daemon that was started anew
-            good, bad = host.slo_good, host.slo_bad
+        since = [now - then for now, then in zip(counts, before, strict=True)]
+        if min(since) < 0:  # of a daemon that was started anew
+            since = list(counts)
+        good, bad, *tokens = since
         ledger.add(self.minute, good, bad, lends=lends)
+        hosts = node.telemetry.hosts or [host]
+        idle = sum(not each.running for each in hosts)
+        ledger.use(self.minute, step_s * len(hosts), step_s * idle, good + bad, *tokens)
 
-    def _ledger(self, labels: Mapping[str, str], verdict: NodeVerdict) -> RequestLedger | None:
+    def _ledger(self, labels: Mapping[str, str], verdict: NodeVerdict) -> RequestLedger:
         name = labels.get(DEPLOYMENT_LABEL, "")
         ledger = self.ledgers.setdefault(name, RequestLedger())
         budget = verdict.policy.slo_budget

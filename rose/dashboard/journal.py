@@ -1,13 +1,14 @@
 """Journal: the newest decisions of this process, with their callers.
 
-It gets the audit log's records. Leases begin and end by the thousand, so they are kept apart from
-other decisions: neither kind pushes the other out.
+It gets the audit log's records. Leases begin and end by the thousand and versions come all day, so
+these are kept apart from other decisions: no kind pushes another out.
 """
 
+import json
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 KEPT: Final = 500
@@ -15,6 +16,8 @@ MOST_CHARS: Final = 400
 # Grants and ends of leases are counted by minute.
 MINUTE_S: Final = 60.0
 MINUTES: Final = 10
+# Records that may come between what was carried out and its request.
+MOST_BETWEEN: Final = 8
 
 LEASE_EVENTS: Final = {
     "lease_granted": "granted",
@@ -36,6 +39,16 @@ ASKED: Final = {
     "AnnounceVersionRequest": "version announced",
     "EndRunRequest": "run ended",
 }
+# The core's records of requests that it carried out: both say the same.
+CARRIED_OUT: Final = {
+    "ApplyPolicyRequest": "policy_applied",
+    "DeletePolicyRequest": "policy_deleted",
+    "EndJobRequest": "job_ended",
+    "DropJobRequest": "job_dropped",
+    "AnnounceVersionRequest": "version_announced",
+    "EndRunRequest": "run_ended",
+}
+VERSION_EVENTS: Final = frozenset({"version_announced", "AnnounceVersionRequest"})
 # Changes of what may be lent: pages show them at once. The request says whose they are.
 ACTS: Final = frozenset({"SetHarvestRequest", "ApplyPolicyRequest", "DeletePolicyRequest"})
 # Fields of a record that pages show, in this order; all others stay in the audit log.
@@ -49,7 +62,8 @@ _TOLD: Final = (
 class JournalEntry:
     """Record of one decision. at_s: Unix seconds; by: caller, "" for the process's own decision.
 
-    said: the decision's fields as text.
+    said: the decision's fields as text. about: its job, policy or replica. times: number of such
+    decisions since `since_s`, where repeats are folded into the newest.
     """
 
     at_s: float
@@ -57,11 +71,9 @@ class JournalEntry:
     by: str
     node: str
     said: str
-
-    @property
-    def is_of_lease(self) -> bool:
-        """True if the event began or ended a lease."""
-        return self.event in LEASE_EVENTS
+    about: str = ""
+    times: int = 1
+    since_s: float = 0.0
 
     @property
     def is_act(self) -> bool:
@@ -82,13 +94,14 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class JournalContent:
-    """Records of the journal at one moment: decisions and lease events, newest first.
+    """Records of the journal at one moment: decisions, lease events, versions; the newest first.
 
     minutes: number of lease events of each kind, for each of the last ten minutes.
     """
 
     decisions: tuple[JournalEntry, ...] = ()
     leases: tuple[JournalEntry, ...] = ()
+    versions: tuple[JournalEntry, ...] = ()
     minutes: tuple[Mapping[str, int], ...] = ()
 
     @property
@@ -102,7 +115,7 @@ class JournalContent:
 
 
 class Journal:
-    """The newest 500 decisions and the newest 500 lease events, fed with the audit log's records.
+    """The newest 500 decisions, lease events and versions each, fed with the audit log's records.
 
     It may be used from any thread.
     """
@@ -111,18 +124,26 @@ class Journal:
         self._lock = threading.Lock()
         self._decisions: deque[JournalEntry] = deque(maxlen=kept)
         self._leases: deque[JournalEntry] = deque(maxlen=kept)
+        self._versions: deque[JournalEntry] = deque(maxlen=kept)
         self._minutes: deque[tuple[int, Counter[str]]] = deque(maxlen=MINUTES + 1)
 
     def heard(self, event: str, fields: Mapping[str, object], by: str, at_s: float) -> bool:
         """Add a record; return True if pages should show it at once. by: the caller."""
         node = str(fields.get("node", ""))[:MOST_CHARS]
-        decision = JournalEntry(at_s, event, by[:MOST_CHARS], node, _said(event, fields))
+        about = str(fields.get("job") or _policy(fields) or fields.get("replica", ""))[:MOST_CHARS]
+        decision = JournalEntry(at_s, event, by[:MOST_CHARS], node, _said(event, fields), about)
         with self._lock:
-            if decision.is_of_lease:
+            if event in LEASE_EVENTS:
                 self._leases.appendleft(decision)
                 self._count(LEASE_EVENTS[event], at_s)
-            else:
-                self._decisions.appendleft(decision)
+                return False
+            entries = self._versions if event in VERSION_EVENTS else self._decisions
+            same = CARRIED_OUT.get(event), decision.by, about
+            for each in list(entries)[:MOST_BETWEEN]:
+                if (each.event, each.by, each.about) == same:
+                    entries.remove(each)
+                    break
+            entries.appendleft(decision)
         return decision.is_act
 
     def read(self, now_s: float) -> JournalContent:
@@ -132,6 +153,7 @@ class Journal:
             return JournalContent(
                 tuple(self._decisions),
                 tuple(self._leases),
+                tuple(self._versions),
                 tuple(dict(counts) for minute, counts in self._minutes if minute > first),
             )
 
@@ -142,6 +164,31 @@ class Journal:
         self._minutes[-1][1][how] += 1
 
 
+def folded(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
+    """Return the entries, newest first, with repeats folded into the newest of their kind.
+
+    A repeat has the same event, caller, node and subject; operators' changes are never folded.
+    """
+    found: dict[tuple[object, ...], JournalEntry] = {}
+    for each in entries:
+        act = each.at_s if each.is_act else None
+        key = each.event, each.by, each.node, each.about, act
+        first = found.setdefault(key, replace(each, times=0))
+        found[key] = replace(first, times=first.times + 1, since_s=each.at_s)
+    return list(found.values())
+
+
+def _policy(fields: Mapping[str, object]) -> str:
+    """Return the name of the policy in a record, given as itself, as its name, or as JSON."""
+    policy = fields.get("policy")
+    if isinstance(policy, str) and policy.startswith("{"):
+        try:
+            policy = json.loads(policy)
+        except ValueError:
+            return ""
+    return str(policy.get("name", "")) if isinstance(policy, Mapping) else str(policy or "")
+
+
 def _said(event: str, fields: Mapping[str, object]) -> str:
     parts = []
     for name in _TOLD:
@@ -150,8 +197,8 @@ def _said(event: str, fields: Mapping[str, object]) -> str:
             continue
         if name == "answer" and event != "SetHarvestRequest":
             continue
-        if name == "policy" and isinstance(value, Mapping):
-            value = value.get("name", "")
+        if name == "policy":
+            value = _policy(fields)
         label = "released" if name == "answer" else name
         parts.append(f"{label} {str(value)[:MOST_CHARS]}")
     return ", ".join(parts)[:MOST_CHARS]

@@ -12,6 +12,8 @@ from typing import Final
 from elastic_scheduler import HarvestMode, ReplicaKind
 from elastic_scheduler.capacity import LimitKind
 from elastic_scheduler.capacity.budget_hold import BudgetLeft
+from rose.advise import Assumed
+from rose.dashboard.advisor import AdviceShown
 from rose.dashboard.history import History, is_late
 from rose.dashboard.journal import JournalContent
 from rose.dashboard.page import Tone
@@ -48,7 +50,8 @@ class Moment:
     """Inputs of the dashboard at one moment. observed: fleet snapshot, None on a standby.
 
     leader: the leader's address, "" if unknown. me: this process's address. at_s: Unix seconds;
-    since_s: when this process began. budget_left: rest of the SLO budget by deployment.
+    since_s: when this process began. advised: what lending would bring. budget_left: rest of the
+    SLO budget by deployment.
     """
 
     observed: Observed | None
@@ -58,6 +61,7 @@ class Moment:
     me: str = ""
     since_s: float = 0.0
     troubles: tuple[str, ...] = ()
+    advised: AdviceShown | None = None
     budget_left: Mapping[str, BudgetLeft] = field(default_factory=dict)
 
 
@@ -179,6 +183,13 @@ class Model:
     def late(self) -> int:
         """Number of nodes whose host misses a latency target now."""
         return sum(row.late for row in self.nodes)
+
+    @property
+    def targets_s(self) -> tuple[float, float]:
+        """TTFT and TPOT that hosts promise their users, the loosest ones."""
+        hosts = [row.host for row in self.nodes if row.host] or [pb.HostTelemetry()]
+        ttft_s, tpot_s = max((each.ttft_target_s, each.tpot_target_s) for each in hosts)
+        return ttft_s or Assumed().ttft_s, tpot_s or Assumed().tpot_s
 
     @cached_property
     def lent_bytes(self) -> int:

@@ -27,7 +27,9 @@ Tone: TypeAlias = Literal["", "good", "warn", "bad", "quiet"]
 NO_DATA: Final = "no data"
 _SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _HEAD, _HEAD_END = Markup('<th scope="row">'), Markup("</th>")
-_CELL, _FIGURE, _CELL_END = Markup("<td>"), Markup('<td class="n">'), Markup("</td>")
+_CELL_END = Markup("</td>")
+_CELLS: Final = {kind: Markup(f'<td class="{kind}">') for kind in ("n", "wide", "n wide")}  # noqa: S704
+_CELLS[""] = Markup("<td>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class RowBuilder:
             self._page.mark(name or (text.text if isinstance(text, Cell) else str(text)))
         if not at:
             return _HEAD + made + _HEAD_END
-        return (_FIGURE if self._columns[at] else _CELL) + made + _CELL_END
+        return _CELLS[self._columns[at]] + made + _CELL_END
 
     def fact(
         self, label: str, text: object, tone: Tone = "", href: str = "", hint: str = ""
@@ -220,7 +222,7 @@ def environment() -> jinja2.Environment:
         auto_reload=False,
     )
     for each in (
-        size, share, count, latency, span, clock, day,
+        size, share, count, latency, span, day,
     ):  # fmt: skip
         made.filters[each.__name__] = each
     made.globals |= {"asset": asset, "url": url, "spans": spans, "NO_DATA": NO_DATA}
@@ -267,11 +269,6 @@ def span(seconds: float | None) -> str:
         if seconds >= least:
             return f"{seconds / each:.1f} {unit}"
     return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"
-
-
-def clock(at_s: float) -> str:
-    """Return a Unix time as a time of day in UTC: `11:35:02`."""
-    return f"{datetime.datetime.fromtimestamp(at_s, datetime.UTC):%H:%M:%S}"
 
 
 def day(at_s: float) -> str:

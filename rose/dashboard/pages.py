@@ -12,10 +12,11 @@ from typing import Any, Final
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity.budget_hold import PERIOD_S, BudgetLeft
-from rose.dashboard.history import FEWEST_REQUESTS, RequestCounts
-from rose.dashboard.journal import JournalEntry
+from rose.dashboard.history import FEWEST_REQUESTS, Points, RequestCounts
+from rose.dashboard.journal import JournalEntry, folded
 from rose.dashboard.model import BROKEN_STATES, STATES, Model, NodeRow
 from rose.dashboard.page import NO_DATA, Cell, Page, count, day, latency, span, url
+from rose.dashboard.past import Past
 from rose.rpc import rose_pb2 as pb
 from slo.error_budget import DAY_S
 
@@ -29,7 +30,7 @@ DECISIONS_OF_NODE: Final = 12
 FEWEST_MISSES: Final = 10
 MOST_QUERY_CHARS: Final = 300
 LATE: Final = "late"
-KINDS: Final = ("all but leases", "leases", "operators")
+KINDS: Final = ("all but leases and versions", "operators", "versions", "leases")
 # Texts of the operator's stops; `rose resume` ends each of them.
 STOPS: Final = {
     HarvestMode.HOLD: Cell(
@@ -43,6 +44,8 @@ STOPS: Final = {
     ),
 }
 UNKNOWN = Cell(NO_DATA, "quiet")
+
+_ASKED: Final = ("q", "state", "page", "job", "name", "kind", "node", "range")
 
 Query = Mapping[str, str]
 Content = tuple[str, str, dict[str, Any]]
@@ -64,31 +67,52 @@ class ListPart:
     after: str
 
 
-def page_at(model: Model, path: str, query: Query, cluster: str = "") -> Page | None:
-    """Return the rendered page of an address, None if there is no such page."""
+def page_at(
+    model: Model,
+    path: str,
+    query: Query,
+    cluster: str = "",
+    past: Past | None = None,
+    ranges: Sequence[str] = (),
+) -> Page | None:
+    """Return the rendered page of an address, None if there is no such page.
+
+    past: what charts show instead of the last ten minutes. ranges: those that can be asked for.
+    """
     maker = _PAGES.get(path)
     if maker is None:
         return None
     asked = {name: value[:MOST_QUERY_CHARS] for name, value in query.items()}
-    known = {name: asked[name] for name in ("q", "state", "page", "job", "name", "kind", "node")
-             if asked.get(name)}  # fmt: skip
+    known = {name: asked[name] for name in _ASKED if asked.get(name)}
     standby = ("standby.html", "Standby", dict[str, Any]())
     template, title, given = maker(model, known) if model.look.observed is not None else standby
     page = Page(title, url(path, **known), mode_of(model), model.look.troubles)
     context = {**_HELPERS, "model": model, "look": model.look, "query": known, **given}
-    return page.render(template, model.look.at_s, cluster, **context)
+    name = known.get("name", "") if path == "/node" else ""
+    context |= {"charted": _charted(model, name, past), "ranges": ranges}
+    page.render(template, model.look.at_s, cluster, past=past, **context)
+    if past is not None and not past.trouble:
+        page.points = dict.fromkeys(page.points, (None,))
+    return page
 
 
-def series_at(model: Model, query: Query) -> dict[str, object] | None:
+def _charted(model: Model, name: str, past: Past | None) -> tuple[Points, list[Points]]:
+    """Return the times and lines that charts of a node, or of the fleet for "", show."""
+    if past is not None and not past.trouble:
+        return past.times, past.lines
+    return model.history.node(name) if name else model.history.fleet()
+
+
+def series_at(model: Model, query: Query, past: Past | None = None) -> dict[str, object] | None:
     """Return the points of the fleet's charts, or of a node's; None for an unknown node."""
     name = query.get("node", "")
+    times, lines = _charted(model, name, past)
     if not name:
-        times, (kv_bytes, tok_s, late, _) = model.history.fleet()
+        kv_bytes, tok_s, late, _ = lines
         return {"charts": {"fleet": [times, [gib(v) for v in kv_bytes], tok_s, late]}}
     row = model.node(name)
     if row is None:
         return None
-    times, lines = model.history.node(name)
     host = row.host
     targets = (host.ttft_target_s, host.tpot_target_s) if host else (0.0, 0.0)
     flat = [[_ms(t)] * len(times) for t in targets]
@@ -120,6 +144,7 @@ def _cluster(model: Model, query: Query) -> Content:
     gpus = model.lendable_gpus
     hosts = NO_DATA if gpus is None else f"{gpus:.1f} hosts' idle compute"
     return "cluster.html", "Cluster", {
+        "hosts": hosts,
         "compute_used": NO_DATA if working is None else f"{working:.1f} guests' worth of {hosts}",
         "tokens": NO_DATA if tok_s is None else f"{count(tok_s)} tokens/s",
         "last_act": _act(act, model.look.since_s),
@@ -159,7 +184,7 @@ def _node(model: Model, query: Query) -> Content:
     if row is None:
         missing = f"No node {name!r} is attached or was lately." if name else "Name a node."
         return "unknown.html", "Node", {"missing": missing}
-    said = [each for each in model.look.journal.decisions if each.node == name]
+    said = folded(each for each in model.look.journal.decisions if each.node == name)
     return "node.html", f"Node {name}", {
         "node": row,
         "said": said[:DECISIONS_OF_NODE],
@@ -193,8 +218,10 @@ def _advice(model: Model, query: Query) -> Content:
 
 def _decisions(model: Model, query: Query) -> Content:
     journal, kind, node = model.look.journal, query.get("kind", KINDS[0]), query.get("node", "")
-    chosen = journal.leases if kind == "leases" else journal.decisions
-    found = [each for each in chosen if (each.is_act or kind != "operators") and node in each.node]
+    chosen = {"leases": journal.leases, "versions": journal.versions}.get(kind, journal.decisions)
+    found = folded(
+        each for each in chosen if (each.is_act or kind != "operators") and node in each.node
+    )
     part = _part("/decisions", query, found, "decisions")
     return "decisions.html", "Decisions", {"part": part, "kind": kind, "kinds": KINDS}
 
@@ -302,11 +329,11 @@ def missed(spent: RequestCounts) -> str:
 
 
 def strip(behind: Mapping[int, int]) -> str:
-    """Return replicas by the number of versions they are behind, as text: `3 at newest, 1 at
-    -1`.
+    """Return replicas by the number of versions they are behind, as text: `3 newest, 1 behind by
+    2`.
     """
     parts = [
-        f"{number} at {'other weights' if lag < 0 else 'newest' if not lag else f'-{lag}'}"
+        f"{number} {'of other weights' if lag < 0 else f'behind by {lag}' if lag else 'newest'}"
         for lag, number in sorted(behind.items())
     ]
     return ", ".join(parts) or "none leased"
@@ -349,6 +376,8 @@ _HELPERS: Final = {
     "burn": burn,
     "empty_in": empty_in,
     "missed": missed,
+    "folded": folded,
+    "plain": lambda labels: [(label, "", "") for label in labels],
     "strip": strip,
     "sparse": sparse,
 }

@@ -59,11 +59,15 @@ REALM: Final = 'Basic realm="ROSE dashboard", charset="UTF-8"'
 
 @dataclass(frozen=True, slots=True)
 class DashboardSettings:
-    """Port and host of the dashboard. token_file: file of the secret that readers must show."""
+    """Port and host of the dashboard. token_file: file of the secret that readers must show.
+
+    prometheus: address of the one that scrapes the fleet, "" for none.
+    """
 
     port: int
     host: str = "127.0.0.1"
     token_file: Path | None = None
+    prometheus: str = ""
 
     def check(self, certificates: CertificateFiles | None, *, insecure: bool) -> None:
         """Raise ConfigError for an invalid port, or one open to the network without `insecure`."""
@@ -96,6 +100,13 @@ def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="readers show the secret in this file, as the password of any user",
     )
+    group.add_argument(
+        "--prometheus",
+        default="",
+        metavar="URL",
+        help="that scrapes the fleet: pages show more than ten minutes, and what lending would"
+        " bring by the engines' own metrics",
+    )
 
 
 def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:
@@ -103,10 +114,14 @@ def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:
     ConfigError.
     """
     if args.dashboard_port is None:
-        if args.dashboard_token_file is not None:
-            raise ConfigError("--dashboard-token-file is of a dashboard; give --dashboard-port")
+        for name in ("dashboard_token_file", "prometheus"):
+            if getattr(args, name):
+                option = "--" + name.replace("_", "-")
+                raise ConfigError(f"{option} is of a dashboard; give --dashboard-port")
         return None
-    return DashboardSettings(args.dashboard_port, args.dashboard_host, args.dashboard_token_file)
+    return DashboardSettings(
+        args.dashboard_port, args.dashboard_host, args.dashboard_token_file, args.prometheus
+    )
 
 
 class DashboardToken:

@@ -16,11 +16,13 @@ from functools import partial
 from typing import Final, TypeVar
 
 from elastic_scheduler.capacity.budget_hold import BudgetLeft
+from rose.dashboard.advisor import Advisor
 from rose.dashboard.history import SAMPLE_S, History
 from rose.dashboard.journal import Journal
 from rose.dashboard.model import Model, Moment
 from rose.dashboard.page import Cell, Page, message_of
 from rose.dashboard.pages import page_at, series_at
+from rose.dashboard.past import RANGES, Past, PastReader
 from rose.scheduler.service import AuditSink, SchedulerService
 
 WATCHED_S: Final = 1.0
@@ -61,7 +63,9 @@ class Watch:
         cluster: str = "",
         clock_s: Callable[[], float] = time.monotonic,
         wall_s: Callable[[], float] = time.time,
+        prometheus: str = "",
     ) -> None:
+        """Raise ConfigError if `prometheus` is no address; "" for none."""
         self._service, self._standing = service, standing
         self._journal = Journal()
         self._cluster = cluster
@@ -80,7 +84,11 @@ class Watch:
         self._poked = asyncio.Event()
         self._looking = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "rose-dashboard")
+        self._past = PastReader(prometheus, cluster) if prometheus else None
+        # A Prometheus that is slow keeps no page without history waiting.
+        self._asking = ThreadPoolExecutor(1, "rose-dashboard-history")
         self._viewers = self._asked = 0
+        self._advisor = Advisor(prometheus, self.poke)
 
     @property
     def viewers(self) -> int:
@@ -137,11 +145,16 @@ class Watch:
 
     def close(self) -> None:
         """Stop the thread that makes pages."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._advisor.close()
+        for each in (self._thread, self._asking):
+            each.shutdown(wait=False, cancel_futures=True)
 
     async def page(self, path: str, query: Mapping[str, str]) -> str | None:
         """Return the HTML of an address, None if there is no such page. Raises BusyError."""
-        page = await self._bounded(partial(self._page, await self._fresh(), path, query))
+        model = await self._fresh()
+        await self._advise(model, path)
+        past = await self._past_of(model, path, query)
+        page = await self._bounded(partial(self._page, model, path, query, past))
         return None if page is None else page.html
 
     async def series(self, query: Mapping[str, str]) -> dict[str, object] | None:
@@ -150,7 +163,8 @@ class Watch:
         Raises BusyError.
         """
         model = await self._fresh()
-        return await self._bounded(lambda: series_at(model, query))
+        past = await self._past_of(model, "/series", query)
+        return await self._bounded(lambda: series_at(model, query, past))
 
     async def messages(self, path: str, query: Mapping[str, str]) -> AsyncGenerator[bytes]:
         """Yield a server-sent message with the changed cells of an address after each snapshot.
@@ -170,7 +184,9 @@ class Watch:
                     while self._model is shown:
                         await self._news.wait()
                 shown = self._known()
-                update = await self._beside(partial(self._update, shown, path, query, before))
+                await self._advise(shown, path)
+                past = await self._past_of(shown, path, query)
+                update = await self._beside(partial(self._update, shown, path, query, past, before))
                 if update is None:
                     return
                 message, before = update
@@ -195,14 +211,41 @@ class Watch:
             me=standing.me,
             since_s=self._since_s,
             troubles=tuple(service.troubles()) if service is not None else (),
+            advised=self._advisor.newest,
             budget_left=self._budget_left if seen is not None else {},
         )
 
+    async def _advise(self, model: Model, path: str) -> None:
+        """Compute advice for the first page while nothing is lent, unless it is new."""
+        leads = model.look.observed is not None
+        if path == "/" and leads and not model.seen.acts and self._advisor.due(self._wall_s()):
+            usages = await self._beside(model.history.usages)
+            self._advisor.ask(usages, model.targets_s, self._wall_s())
+
+    async def _past_of(self, model: Model, path: str, query: Mapping[str, str]) -> Past | None:
+        """Return the lines of the range that an address names, None without one.
+
+        Raises BusyError.
+        """
+        names = {"/": "", "/node": query.get("name"), "/series": query.get("node", "")}
+        node, span = names.get(path), query.get("range", "")
+        if self._past is None or span not in RANGES or node is None:
+            return None
+        if node and model.node(node) is None:
+            return None
+        read = partial(self._past.read, node, span, self._wall_s())
+        return await self._bounded(read, self._asking)
+
     def _update(
-        self, model: Model, path: str, query: Mapping[str, str], before: Mapping[str, Cell]
+        self,
+        model: Model,
+        path: str,
+        query: Mapping[str, str],
+        past: Past | None,
+        before: Mapping[str, Cell],
     ) -> tuple[bytes, Mapping[str, Cell]] | None:
         """Return a message for a viewer and its cells afterwards; None if there is no such page."""
-        page = self._page(model, path, query)
+        page = self._page(model, path, query, past)
         return None if page is None else (message_of(page, before, model.look.at_s), page.cells)
 
     def _known(self) -> Model:
@@ -215,27 +258,30 @@ class Watch:
             await self.look()
         return self._known()
 
-    def _page(self, model: Model, path: str, query: Mapping[str, str]) -> Page | None:
+    def _page(
+        self, model: Model, path: str, query: Mapping[str, str], past: Past | None
+    ) -> Page | None:
         """Return the page of an address, None if there is none, cached until the next snapshot."""
         if self._paged is not model:
             self._paged, self._pages = model, {}
         key = path, *sorted(query.items())
         if key in self._pages:
             return self._pages[key]
-        page = page_at(model, path, query, self._cluster)
+        ranges = () if self._past is None else tuple(RANGES)
+        page = page_at(model, path, query, self._cluster, past, ranges)
         # Readers can make up addresses without end: beyond the first ones pages are not kept.
         if len(self._pages) < MOST_PAGES:
             self._pages[key] = page
         return page
 
-    async def _bounded(self, make: Callable[[], T]) -> T:
+    async def _bounded(self, make: Callable[[], T], thread: ThreadPoolExecutor | None = None) -> T:
         if self._asked >= MOST_ASKED:
             raise BusyError(f"{MOST_ASKED} pages are being made; ask again")
         self._asked += 1
         try:
-            return await self._beside(make)
+            return await self._beside(make, thread)
         finally:
             self._asked -= 1
 
-    async def _beside(self, make: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+    async def _beside(self, make: Callable[[], T], thread: ThreadPoolExecutor | None = None) -> T:
+        return await asyncio.get_running_loop().run_in_executor(thread or self._thread, make)

@@ -287,7 +287,12 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         watch: Watch | None = None
         if settings.dashboard is not None:
             cluster = settings.certificates.identity.cluster if settings.certificates else ""
-            watch = Watch(lambda: handlers.service_now, lambda: _standing(leadership, me), cluster)
+            watch = Watch(
+                lambda: handlers.service_now,
+                lambda: _standing(leadership, me),
+                cluster,
+                prometheus=settings.dashboard.prometheus,
+            )
             told = watch.telling(told)
 
         async def lead(fenced: FencedStore) -> None:

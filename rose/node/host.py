@@ -82,7 +82,7 @@ class Host:
         self._closed = False
         self.scrape = HostScrape(*targets, config.metrics_model) if config.metrics_url else None
         self.watch = HostWatch(latencies, self._served, page.latency.cursor, config.name)
-        self._met = self._missed = 0
+        self._met = self._missed = self._prompt_tokens = self._output_tokens = 0
         self._load = HostLoad()
         self._ttft, self._tpot = (LatencyHistogram(target_s) for target_s in targets)
 
@@ -124,6 +124,8 @@ class Host:
             source="scrape" if self.scrape else "plugin",
             slo_good=good,
             slo_bad=bad,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
             busy_ns=state.busy_ns if state else 0,
             running=state.running if state else 0,
             waiting=state.waiting if state else 0,
@@ -156,6 +158,8 @@ class Host:
             self._met += 1
         else:
             self._missed += 1
+        self._prompt_tokens += record.prompt_tokens
+        self._output_tokens += record.output_tokens
         self._ttft.observe(ttft_s)
         if record.tpot_ns:
             self._tpot.observe(tpot_s)
@@ -174,7 +178,8 @@ def summed(
     told = rose_pb2.HostTelemetry()
     told.CopyFrom(max(hosts, key=_strain))
     told.host = "" if len(hosts) > 1 else told.host
-    for name in ("busy_ns", "running", "waiting", "window_requests"):
+    sums = "busy_ns", "running", "waiting", "window_requests", "prompt_tokens", "output_tokens"
+    for name in sums:
         setattr(told, name, sum(getattr(each, name) for each in hosts))
     told.slo_good = sum(each.slo_good for each in hosts) + left[0]
     told.slo_bad = sum(each.slo_bad for each in hosts) + left[1]

@@ -387,6 +387,8 @@ class HostTelemetry(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     KV_SHARE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     busy_ns: _builtins.int
     """cumulative"""
@@ -413,6 +415,9 @@ class HostTelemetry(_message.Message):
     """its name; empty for the one of a node's file, and for a sum"""
     kv_share: _builtins.float
     """of its KV cache that is in use; absent while nobody knows"""
+    prompt_tokens: _builtins.int
+    """of its requests, as they are counted; 0 of a scrape and of older nodes"""
+    output_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -434,10 +439,12 @@ class HostTelemetry(_message.Message):
         source: _builtins.str = ...,
         host: _builtins.str = ...,
         kv_share: _builtins.float | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "busy_share", b"busy_share", "kv_share", b"kv_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "busy_ns", b"busy_ns", "busy_share", b"busy_share", "host", b"host", "kv_share", b"kv_share", "node", b"node", "running", b"running", "slo_bad", b"slo_bad", "slo_good", b"slo_good", "source", b"source", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "busy_ns", b"busy_ns", "busy_share", b"busy_share", "host", b"host", "kv_share", b"kv_share", "node", b"node", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "slo_bad", b"slo_bad", "slo_good", b"slo_good", "source", b"source", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
     _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015

@@ -16,6 +16,7 @@ from counted_turns import counted_turns
 from little_cluster import JOB, LittleCluster, LittleHost, little_cluster, tensors
 
 from executor import GuestState, LatencyRecord
+from rose.dashboard.past import FLEET, NODE, PastReader
 from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderChannel
 from rose.weight_distribution import WeightPublisher
@@ -37,13 +38,18 @@ DASHBOARDS = sorted((ROOT / "helm" / "rose" / "files" / "dashboards").glob("*.js
 
 
 def expressions() -> Iterator[tuple[str, str]]:
-    """Every panel's, with what Grafana puts in: all nodes, and some scrapes of a second each."""
+    """Every panel's and those of the scheduler's pages, of all nodes and some scrapes of a second
+    each.
+    """
     for file in DASHBOARDS:
         for panel in json.loads(file.read_text())["panels"]:
             for target in panel["targets"]:
                 put = re.sub(r"\$(cluster|node|instance)", ".*", target["expr"])
                 put = put.replace("$__rate_interval", "10s")
                 yield f"{file.stem}, {panel['title']}, {target['refId']}", put
+    for number, line in enumerate((*FLEET, *NODE)):
+        chosen = line.replace("$s", 'instance=~".*"').replace("$w", "10s")
+        yield f"own dashboard, line {number}", chosen
 
 
 @needs_promtool
@@ -59,7 +65,7 @@ def test_each_alert_fires_where_it_should_and_nowhere_else() -> None:
 
 
 @needs_promtool
-def test_promtool_parses_every_panel(tmp_path: Path) -> None:
+def test_promtool_parses_every_panel_and_line(tmp_path: Path) -> None:
     # Recording rules: one call for all of them.
     rules = [
         {"record": f"panel:{number}", "expr": text}
@@ -162,6 +168,8 @@ async def test_a_real_prometheus_has_a_sample_for_every_panel(tmp_path: Path) ->
             # The ones that show an operator's actions, and paused guests.
             await _asked(cluster, "g0")
             await _all_answered(real, missing)
+            past = await asyncio.to_thread(PastReader(real.url).read, "", "6h", time.time())
+            assert (past.trouble, len(past.lines)) == ("", len(FLEET))
             assert not missing, "\n".join(f"{name}: {text}" for name, text in missing.items())
             broken = [rule["name"] for rule in real.rules() if rule["health"] == "err"]
             assert not broken

@@ -47,6 +47,7 @@ POLICIES = (
     '{"name": "first-week", "mode": "Advisory",'
     ' "nodeSelector": {"matchLabels": {"pool": "advisory"}}}',
 )
+ADVISORY = '{"name": "first-week", "mode": "Advisory"}'
 WALL_S = 1_795_000_000.0
 GIB = 1 << 30
 
@@ -54,8 +55,12 @@ GIB = 1 << 30
 class DashboardFleet:
     """The core, its nodes, and the service that a `Watch` asks, all on one hand-turned clock."""
 
-    def __init__(self, nodes: int = 20, names: tuple[str, ...] = ()) -> None:
-        """`names`: of the first nodes; others are `serving-0001` and so on."""
+    def __init__(
+        self, nodes: int = 20, names: tuple[str, ...] = (), *, advisory: bool = False
+    ) -> None:
+        """`names`: of the first nodes; others are `serving-0001` and so on. advisory: no policy
+        lends.
+        """
         self.now_s = 1_000.0
         self.core = SchedulerCore(load({}), HarvestMode.OFF)
         self.names = [*names, *(f"serving-{n:04}" for n in range(len(names), nodes))]
@@ -65,7 +70,7 @@ class DashboardFleet:
         # Epoch and job of each replica's newest lease.
         self._leases: dict[str, tuple[int, str]] = {}
         self._tell = lambda event, fields, by: None
-        for policy in POLICIES:
+        for policy in (ADVISORY,) if advisory else POLICIES:
             self.act(PolicyApplied(parse_policy(policy)))
         for job in JOBS:
             self.act(JobRegistered(job, 1, model="qwen3-8b"))
@@ -78,9 +83,10 @@ class DashboardFleet:
                 labels["lends"] = "yes"
             self.act(Attached(name, number, labels=labels, takes_caps=True))
 
-    def watch(self) -> Watch:
+    def watch(self, prometheus: str = "") -> Watch:
         """A watch over it."""
-        watch = Watch(self._service, self._standing, "prod", self._clock, self._wall)
+        clocks = self._clock, self._wall
+        watch = Watch(self._service, self._standing, "prod", *clocks, prometheus=prometheus)
         self._tell = watch.telling(lambda event, fields, by: None)
         return watch
 
@@ -193,6 +199,8 @@ class DashboardFleet:
             slo_good=100 * age_s,
             slo_bad=age_s // 20 * (3 if self.pools[number] == "late" else 1),
             source="plugin",
+            prompt_tokens=80_000 * age_s,
+            output_tokens=20_000 * age_s,
         )
         return pb.Telemetry(host=host, guests=list(self._guests(number, name, wave, age_s)))
 

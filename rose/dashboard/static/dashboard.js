@@ -4,6 +4,7 @@
 (() => {
   const RELOAD_MS = 5000;
   const MOST_POINTS = 300;
+  const HEIGHT = 130;
   const byId = (id) => document.getElementById(id);
   const charts = new Map();
   let ticks = [];
@@ -122,27 +123,34 @@
   const compact = new Intl.NumberFormat("en", { notation: "compact" });
   const shown = (value) => value === null || value === undefined ? "no data" : String(value);
 
-  function spec(plot, width) {
-    const lines = [...plot.querySelectorAll("i")].map((line) => line.dataset);
-    const scales = [...new Set(lines.map((line) => line.scale))];
+  // All times are UTC, as in the tables.
+  const utc = (at, from, to) => new Date(at * 1000).toISOString().slice(from, to).replace("T", " ");
+
+  function spec(lines, width) {
+    const scale = lines[0].scale;
     const axis = () => color("quiet");
     const grid = { stroke: () => color("line"), width: 1 };
     return {
-      width, height: 240,
+      width, height: HEIGHT,
+      tzDate: (at) => uPlot.tzDate(new Date(at * 1000), "UTC"),
       cursor: { sync: { key: "rose" }, drag: { x: true, y: false } },
-      scales: Object.fromEntries(scales.map((scale) => [scale, {
-        range: (u, low, high) => [0, scale === "%" ? 100 : high > 0 ? high * 1.1 : 1],
-      }])),
-      series: [{}, ...lines.map((line) => ({
-        label: line.label, scale: line.scale, stroke: () => color(line.color), spanGaps: false,
+      scales: {
+        y: { range: (u, low, high) => [0, scale === "%" ? 100 : high > 0 ? high * 1.1 : 1] },
+      },
+      series: [{ label: "UTC", value: (u, at) => (at == null ? "" : utc(at, 0, 19)) }, ...lines.map((line) => ({
+        label: line.label, stroke: () => color(line.color), spanGaps: false,
         width: line.target ? 1 : 2, dash: line.target ? [6, 4] : [], points: { show: false },
         value: (u, value, at) => shown(u.cursor.idx == null ? u.data[at].at(-1) : value),
       }))],
-      axes: [{ stroke: axis, grid }, ...scales.map((scale, at) => ({
-        scale, side: at === 0 ? 3 : 1, stroke: axis, label: scale, labelSize: 18, size: 52,
+      axes: [{
+        stroke: axis, grid,
+        values: (u, ticks, at, space, step) => ticks.map((tick) => (
+          step >= 43200 ? utc(tick, 5, 16) : utc(tick, 11, step < 60 ? 19 : 16))),
+        space: 80,
+      }, {
+        stroke: axis, label: scale, labelSize: 18, size: 52, grid,
         values: (u, ticks) => ticks.map((tick) => compact.format(tick)),
-        grid: at === 0 ? grid : { show: false },
-      }))],
+      }],
       hooks: { draw: [drawTicks] },
     };
   }
@@ -184,18 +192,35 @@
 
   function show(figure, data) {
     const known = charts.get(figure.dataset.chart);
-    if (known) { known.data = data; known.plot.setData(data); return; }
+    if (known) { setData(known, data); return; }
     const place = figure.querySelector(".plot");
     place.hidden = false;
-    const plot = new uPlot(spec(place, place.clientWidth || 320), data, place);
-    plot.root.setAttribute("aria-hidden", "true"); // the table beside it says the same
-    charts.set(figure.dataset.chart, { plot, place, data });
+    const lines = [...place.querySelectorAll("i")].map((line) => line.dataset);
+    // One axis a plot; they share the time and the pointer.
+    const plots = [...new Set(lines.map((line) => line.scale))].map((scale) => {
+      const own = [...lines.keys()].filter((at) => lines[at].scale === scale);
+      const plot = new uPlot(
+        spec(own.map((at) => lines[at]), place.clientWidth || 320), chosen(data, own), place);
+      plot.root.setAttribute("aria-hidden", "true"); // the table beside it says the same
+      return { plot, own };
+    });
+    charts.set(figure.dataset.chart, { plots, place, data });
+  }
+
+  const chosen = (data, own) => [data[0], ...own.map((at) => data[at + 1])];
+
+  function setData(known, data) {
+    known.data = data;
+    for (const { plot, own } of known.plots) plot.setData(chosen(data, own));
   }
 
   // After an exchange: charts that went are let go, those that came are drawn.
   function drawNew() {
-    for (const [key, { plot }] of charts) {
-      if (!plot.root.isConnected) { plot.destroy(); charts.delete(key); }
+    for (const [key, { plots, place }] of charts) {
+      if (!place.isConnected) {
+        for (const { plot } of plots) plot.destroy();
+        charts.delete(key);
+      }
     }
     if (!document.querySelector("figure[data-chart] .plot[hidden]")) return;
     if (typeof uPlot === "undefined") location.reload(); else draw();
@@ -207,19 +232,18 @@
       if (!known || values[0] === null) continue;
       const times = known.data[0];
       if (times.length && values[0] <= times[times.length - 1]) continue;
-      known.data = known.data.map((line, at) => [...line, values[at]].slice(-MOST_POINTS));
-      known.plot.setData(known.data);
+      setData(known, known.data.map((line, at) => [...line, values[at]].slice(-MOST_POINTS)));
     }
   }
 
   addEventListener("resize", () => {
-    for (const { plot, place } of charts.values()) {
-      plot.setSize({ width: place.clientWidth, height: 240 });
+    for (const { plots, place } of charts.values()) {
+      for (const { plot } of plots) plot.setSize({ width: place.clientWidth, height: HEIGHT });
     }
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     colors.clear();
-    for (const { plot } of charts.values()) plot.redraw();
+    for (const { plots } of charts.values()) for (const { plot } of plots) plot.redraw();
   });
 
   // ---- the stream ----

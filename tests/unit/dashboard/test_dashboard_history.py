@@ -2,7 +2,7 @@
 
 from elastic_scheduler import HarvestMode
 from rose.dashboard.history import FLEET_LINES, NODE_LINES, SAMPLES, History, RequestLedger
-from rose.dashboard.journal import KEPT, Journal
+from rose.dashboard.journal import KEPT, Journal, folded
 from rose.dashboard.model import Model, Moment
 from rose.dashboard.pages import series_at
 from tests.harness.dashboard_fleet import WALL_S, DashboardFleet
@@ -117,6 +117,33 @@ def test_the_journal_keeps_the_newest_and_leases_push_nothing_out() -> None:
     assert act is not None
     assert (act.what, act.by, act.said) == ("harvest set", "operator ada", "mode hold, released 3")
     assert journal.read(6_000.0).minutes == ()
+
+
+def test_versions_are_kept_apart_said_once_and_folded() -> None:
+    journal = Journal()
+    for version in range(1, 400):
+        for job in ("grpo", "dapo"):
+            fields = {"job": job, "version": version, "parent": version - 1}
+            journal.heard("version_announced", fields, "trainer ada", float(version))
+            journal.heard("AnnounceVersionRequest", fields, "trainer ada", float(version))
+    journal.heard("capacity_held", {"node": "n0", "why": "busy"}, "", 1.0)
+    for at_s in (2.0, 3.0):
+        journal.heard("policy_applied", {"policy": {"name": "p"}}, "operator ada", at_s)
+        said = {"policy": '{"name": "p", "mode": "Active"}'}
+        journal.heard("ApplyPolicyRequest", said, "operator ada", at_s)
+        journal.heard("capacity_held", {"node": "n0", "why": "busy"}, "", at_s + 0.5)
+    read = journal.read(400.0)
+    assert len(read.versions) == KEPT, "each came as a record of the core and as a request"
+    assert [(each.said, each.times) for each in folded(read.versions)] == [
+        ("job dapo, version 399, parent 398", KEPT // 2),
+        ("job grpo, version 399, parent 398", KEPT // 2),
+    ]
+    assert [(each.event, each.said, each.times) for each in folded(read.decisions)] == [
+        ("capacity_held", "why busy", 3),
+        ("ApplyPolicyRequest", "policy p", 1),
+        ("ApplyPolicyRequest", "policy p", 1),
+    ]
+    assert [each.since_s for each in folded(read.decisions)] == [1.0, 3.0, 2.0]
 
 
 def test_a_policy_is_named_and_not_printed() -> None:

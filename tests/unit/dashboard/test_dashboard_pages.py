@@ -1,22 +1,30 @@
 """Pages of the dashboard: true, small, escaped, with each bound beside its figure."""
 
+import asyncio
 import html
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from html.parser import HTMLParser
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity.budget_hold import BudgetLeft
+from rose.advise import Assumed, advice_of
+from rose.advise.page import view
+from rose.advise.usage import PrometheusHistory
+from rose.cli.main import COMMANDS
 from rose.dashboard import Watch
 from rose.dashboard.model import STATES
 from rose.dashboard.page import (
     Cell,
     Page,
-    clock,
+    assets,
     count,
+    day,
     latency,
     message_of,
     share,
@@ -24,9 +32,12 @@ from rose.dashboard.page import (
     span,
     spans,
 )
-from rose.dashboard.pages import PATHS, ROWS
+from rose.dashboard.pages import PATHS, ROWS, budget, empty_in
 from rose.dashboard.watch import MOST_PAGES
+from rose.errors import ConfigError
+from scripts.dashboards import dashboards
 from tests.harness.dashboard_fleet import DashboardFleet
+from tests.harness.waiting import PATIENCE_S
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -50,8 +61,8 @@ def watched() -> Iterator[Watched]:
     """A function that returns the watch of a fleet which it played for some seconds."""
     watches: list[Watch] = []
 
-    async def watched(fleet: DashboardFleet, seconds: int = 4) -> Watch:
-        watch = fleet.watch()
+    async def watched(fleet: DashboardFleet, seconds: int = 4, prometheus: str = "") -> Watch:
+        watch = fleet.watch(prometheus)
         watches.append(watch)
         for _ in range(seconds):
             fleet.play()
@@ -120,7 +131,126 @@ async def test_the_front_page_answers_the_eight_questions(watched: Watched) -> N
     assert re.search(r"late: \d+ ms / 500 ms", said)
     assert re.search(r"\d+\.\d GiB of \d+\.\d GiB that policies allow", said)
     assert "none since 2026-" in said
-    assert re.search(r"\d+ at newest, \d+ at -1", said)
+    assert re.search(r"\d+ newest, \d+ behind by 1", said)
+
+
+@pytest.mark.parametrize("advisory", [False, True])
+async def test_links_dashboards_and_commands_that_pages_name_exist(
+    watched: Watched, advisory: bool
+) -> None:
+    watch = await watched(DashboardFleet(advisory=advisory), prometheus="http://127.0.0.1:1")
+    titles = {each.title for each in dashboards()}
+    asked, due = set[str](), {"/", *PATHS}
+    while due:
+        path = due.pop()
+        asked.add(path)
+        parts = urlsplit(path)
+        text = await page_of(watch, parts.path, **dict(parse_qsl(parts.query)))
+        page = Checked(text)
+        for link in page.links:
+            assert not link.startswith("#") or link[1:] in page.ids
+        due |= {each for each in page.links if each.startswith("/")} - asked
+        for file in re.findall(r"/static/([\w.]+)", text):
+            assert file in assets()
+        named = re.findall(r"Grafana dashboard ([^.;]+)[.;]", page.said)
+        assert set(named) <= titles, path
+        words = re.findall(r"\brose ([a-z][a-z-]+)", re.sub("[`\u201c]", " ", page.said))
+        assert set(words) - {"advise"} <= set(COMMANDS), path
+    assert len(asked) > 40
+    assert {"/?range=7d", "/node?name=serving-0001&range=6h"} - asked == (
+        {"/?range=7d"} if advisory else set()
+    )
+
+
+async def test_without_its_prometheus_charts_have_the_last_ten_minutes_and_a_line(
+    watched: Watched,
+) -> None:
+    watch = await watched(DashboardFleet(3), prometheus="http://127.0.0.1:1")
+    for path in ("/", "/node"):
+        text = await page_of(watch, path, name="serving-0001", range="24h")
+        assert "http://127.0.0.1:1 does not answer" in text
+        assert text.count("shown are the last ten minutes") == 1
+        assert "shown are the last" not in await page_of(watch, path, name="serving-0001")
+    assert await watch.series({"range": "24h"}) == await watch.series({})
+    assert "?range=" not in await page_of(await watched(DashboardFleet(1)))
+    with pytest.raises(ConfigError, match="give http://HOST:PORT"):
+        DashboardFleet(1).watch("prometheus:9090")
+
+
+async def test_history_of_days_is_that_of_the_named_prometheus(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, float]] = []
+
+    def ranged(
+        self: object, query: str, start_s: float, end_s: float, step_s: float
+    ) -> dict[object, dict[float, float]]:
+        asked.append((query, step_s))
+        if "node=" in query:  # no chart set this label
+            return {}
+        value = 3.0 * (1 << 30) if "kv_bytes" in query else 7.0
+        return {(): {start_s: value, end_s: value}}
+
+    monkeypatch.setattr(PrometheusHistory, "range", ranged)
+    watch = await watched(DashboardFleet(3), prometheus="http://prometheus:9090")
+    series = await watch.series({"range": "7d"})
+    assert series is not None
+    times, kv_gib, tok_s, late = series["charts"]["fleet"]  # type: ignore[index]
+    assert (len(times), times[-1] - times[0]) == (240, 239 * 2_520)
+    assert (kv_gib[0], kv_gib[1], kv_gib[-1], tok_s[0], late[0]) == (3.0, None, 3.0, 7.0, 7.0)
+    assert {step_s for _, step_s in asked} == {2_520}
+    assert all('cluster=~"prod|"' in query for query, _ in asked)
+    assert len(asked) == 4
+    page = await page_of(watch, "/", range="7d")
+    assert "3.0 GiB" in page
+    assert len(asked) == 4, "readers share an answer"
+    assert (await anext(watch.messages("/", {"range": "7d"}))).count(b"[null]") == 1
+    node = await watch.series({"node": "serving-0001", "range": "6h"})
+    assert node is not None
+    assert node["charts"]["latency"][1][0] == 7_000.0  # type: ignore[index]
+    assert any('instance=~"serving\\\\-0001(:[0-9]+)?"' in query for query, _ in asked)
+    assert await watch.series({"node": "nobody", "range": "6h"}) is None
+
+
+async def test_in_advisory_the_first_page_has_the_figures_of_rose_advise(watched: Watched) -> None:
+    fleet = DashboardFleet(2, advisory=True)
+    watch = await watched(fleet, 60)
+    assert "figures come then" in await page_of(watch)
+    for _ in range(125):
+        fleet.play()
+        await watch.look()
+    async with asyncio.timeout(4 * PATIENCE_S):
+        while "advised-sums" not in (text := await page_of(watch)):
+            await asyncio.sleep(0.05)
+            await watch.look()
+    usages = watch._history.usages()
+    assert [(each.name, each.engines) for each in usages] == [("chat-0", 1), ("chat-1", 1)]
+    made = view(advice_of(usages, Assumed(ttft_s=0.5, tpot_s=0.05, unsized="8b")))
+    page = Checked(text)
+    for table in made.tables:
+        for row in table.rows:
+            assert [str(cell) for cell in row if str(cell) not in page.said] == []
+    assert "nothing was lent: tokens and users' p99 with lending are simulated" in page.said
+    assert "0 B of" not in page.said
+    assert "chart-fleet" not in page.ids
+    assert page.said.index("What lending would bring") < page.said.index("Is it on")
+
+
+@pytest.mark.parametrize(
+    ("left", "shown", "empty"),
+    [
+        (None, "no data", "no data"),
+        (BudgetLeft(-0.33, 150, 720.0), "150 requests in 12 min: too few", "after a day of data"),
+        (BudgetLeft(0.1, 5_000, 720.0), "10% by 12 min of data", "after a day of data"),
+        (BudgetLeft(0.1, 5_000, 172_800.0), "10% by 2.0 d of data", "3.0 d"),
+        (BudgetLeft(-0.1, 5_000, 2_592_000.0), "-10%", "now"),
+    ],
+)
+def test_a_budget_says_how_much_data_it_is_of(
+    left: BudgetLeft | None, shown: str, empty: str
+) -> None:
+    assert budget(left, 0.99).text == shown
+    assert empty_in(left, 1.0) == empty
 
 
 async def test_every_page_is_well_formed_and_names_each_cell_and_region_once(
@@ -309,7 +439,7 @@ def test_a_cell_is_escaped_with_all_its_attributes() -> None:
         (latency, (None, 0.0042, 0.42, 1.3), "no data|4.2 ms|420 ms|1.30 s"),
         (span, (None, 3, 119, 300, 7_560, 345_600), "no data|3 s|119 s|5 min|2.1 h|4.0 d"),
         (count, (None, 1_234_567), "no data|1 234 567"),
-        (clock, (0.0,), "00:00:00"),
+        (day, (0.0,), "1970-01-01 00:00:00 UTC"),
     ],
 )
 def test_figures_have_units(shown: Any, given: tuple[Any, ...], texts: str) -> None:

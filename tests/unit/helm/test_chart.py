@@ -557,7 +557,14 @@ def test_alerts_speak_the_operators_words() -> None:
         for each in alerts:
             assert each["labels"]["team"] == "sre"
             assert each["annotations"]["runbook_url"] == page.format(each["alert"])
-    found = objects(SECRETS, {"cluster": "prod", "monitoring": {"podMonitor": True}})
+    named = {"podMonitor": True, "prometheusUrl": "http://prometheus.monitoring:9090"}
+    found = objects(SECRETS, {"cluster": "prod", "monitoring": named})
+    (container,) = found["Deployment/r-scheduler"]["spec"]["template"]["spec"]["containers"]
+    assert "--prometheus=http://prometheus.monitoring:9090" in container["args"]
+    peers = found["NetworkPolicy/r-scheduler"]["spec"]["egress"][1]["to"]
+    assert peers[0]["namespaceSelector"]["matchLabels"] == {
+        "kubernetes.io/metadata.name": "monitoring"
+    }
     (endpoint,) = found["PodMonitor/r-node"]["spec"]["podMetricsEndpoints"]
     assert endpoint["relabelings"] == [
         {"targetLabel": "cluster", "replacement": "prod"},

@@ -188,10 +188,12 @@ def test_requests_count_by_both_targets(tmp_path: Path) -> None:
     host = Host(config, page, log, page.take_guard())
     lane = page.take_lane()
     for ttft_s, tpot_s in ((0.5, 0.1), (0.6, 0.01), (0.1, 0.2), (0.1, 0.0)):
-        lane.append(LatencyRecord(0, int(ttft_s * 1e9), int(tpot_s * 1e9), 0, 1, 1, "r"))
+        lane.append(LatencyRecord(0, int(ttft_s * 1e9), int(tpot_s * 1e9), 0, 7, 1, "r"))
     lane.close()
     host.look()
     assert host.requests == (2, 2)
+    told = host.telemetry("n0")
+    assert (told.prompt_tokens, told.output_tokens) == (28, 4)
     host.close()
     log.close()
 
