@@ -105,7 +105,7 @@ def advised(said: dict[str, Any], now_s: float) -> dict[str, object]:
         made = view(advice_of(usages, Assumed(ttft_s=ttft_s, tpot_s=tpot_s, unsized=UNSIZED)))
     except RoseError as error:
         return {"lines": [*lines, str(error)]}
-    tables = [(table.columns, table.rows) for table in made.tables if table.rows]
+    tables = [(table.columns, table.rows) for table in made.tables]
     return {"lines": [*lines, *made.lines], "tables": tables}
 
 

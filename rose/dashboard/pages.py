@@ -377,7 +377,7 @@ _HELPERS: Final = {
     "empty_in": empty_in,
     "missed": missed,
     "folded": folded,
-    "plain": lambda labels: [(label, "", "") for label in labels],
+    "plain": lambda labels: [(each, "wide" if each == "MEASURED" else "", "") for each in labels],
     "strip": strip,
     "sparse": sparse,
 }

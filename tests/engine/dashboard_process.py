@@ -1,4 +1,4 @@
-"""A dashboard over stand-in nodes, in a process of its own: `python -m … NODES PORT`.
+"""A dashboard over stand-in nodes, in a process of its own: `python -m … NODES PORT [advisory]`.
 
 Prints `ready`, then plays a second of the fleet each second, and obeys lines of its standard input:
 `hold`, `resume`, `standby`, `lead`, `leave`. Ends with its input.
@@ -14,12 +14,12 @@ from elastic_scheduler import HarvestMode
 from rose.dashboard import DashboardServer, DashboardSettings
 from tests.harness.dashboard_fleet import DashboardFleet
 
-# Before the first look, so that charts have lines.
-BEFORE_S = 60
+# Before the first look, so that charts have lines, and advice has whole minutes.
+BEFORE_S = 190
 
 
-async def main(nodes: int, port: int) -> None:
-    fleet = DashboardFleet(nodes)
+async def main(nodes: int, port: int, *, advisory: bool) -> None:
+    fleet = DashboardFleet(nodes, advisory=advisory)
     watch = fleet.watch()
     for _ in range(BEFORE_S if nodes <= 100 else 6):
         fleet.play()
@@ -73,4 +73,4 @@ def _obey(fleet: DashboardFleet, line: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), advisory="advisory" in sys.argv))

@@ -30,6 +30,8 @@ AXE = Path(__file__).parent / "axe" / "axe.min.js"
 NODES = 1_000
 FIRST_PAINT_MS = 1_000.0
 PAGE_BYTES = 150_000
+# The first page of 40 nodes on a phone, in pixels.
+PHONE_PX = 3_200
 UPDATE_MS = 100.0
 TRIES = 4
 PAGES = ("/", "/nodes", "/node?name=serving-0004", "/leases", "/advice", "/decisions")
@@ -66,9 +68,10 @@ class Standin:
 
 
 @contextlib.asynccontextmanager
-async def standin(nodes: int) -> AsyncIterator[Standin]:
+async def standin(nodes: int, *words: str) -> AsyncIterator[Standin]:
     port = free_port()
-    command = (sys.executable, "-m", "tests.engine.dashboard_process", str(nodes), str(port))
+    module = "tests.engine.dashboard_process"
+    command = (sys.executable, "-m", module, str(nodes), str(port), *words)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe)
     assert process.stdin is not None
@@ -132,6 +135,34 @@ async def test_pages_are_clean_for_axe_in_light_and_dark_and_on_a_phone(tmp_path
                 assert await axed(tab) == [], page
                 wide = await tab.run("document.documentElement.scrollWidth")
                 assert wide <= width, page
+        assert tab.complaints == []
+
+
+async def test_in_advisory_what_lending_would_bring_comes_first(tmp_path: Path) -> None:
+    async with standin(3, "advisory") as served, chromium(tmp_path) as tab:
+        for width in (1_280, 390):
+            await tab.show(width=width, height=800, phone=width < 500)
+            await tab.open(served.url)
+            await tab.until("document.getElementById('advised-sums') !== null")
+            assert await axed(tab) == []
+            assert await tab.run("document.documentElement.scrollWidth") <= width
+            assert await tab.run("document.querySelector('main > section').id") == "panel-advised"
+
+
+async def test_on_a_phone_a_table_says_why_and_the_first_page_is_short(tmp_path: Path) -> None:
+    async with standin(40) as served, chromium(tmp_path) as tab:
+        await tab.show(width=390, height=844, phone=True)
+        await tab.open(served.url)
+        await tab.until("document.querySelectorAll('.uplot').length === 3")
+        shown = "[...document.querySelectorAll('#nodes thead th')].filter((e) => e.offsetWidth)"
+        names = await tab.run(f"{shown}.map((e) => e.textContent).join()")
+        assert names == "Node,State,Why not more"
+        assert (
+            await tab.run("document.getElementById('nodes').getBoundingClientRect().right") <= 390
+        )
+        assert await tab.run("document.documentElement.scrollHeight") < PHONE_PX
+        # A time and one scale for each plot.
+        assert await tab.run("document.querySelectorAll('.u-axis').length") == 2 * 3
         assert tab.complaints == []
 
 

@@ -34,7 +34,7 @@ from rose.scheduler.core.messages import (
 from rose.scheduler.core.observed import Observed
 from rose.scheduler.core.scheduler_core import SchedulerCore
 from rose.scheduler.persistence import load
-from rose.scheduler.service import SchedulerService
+from rose.scheduler.service import UNAUDITED, SchedulerService
 
 JOBS = ("grpo", "dapo")
 POOLS = ("a", "a", "a", "a", "late", "held", "draining", "advisory", "off", "silent")
@@ -132,7 +132,7 @@ class DashboardFleet:
             elif isinstance(action, Command) and action.command.HasField("lease"):
                 lease = action.command.lease
                 self._leases[lease.replica] = lease.epoch, lease.job
-            elif isinstance(action, LogRecord):
+            elif isinstance(action, LogRecord) and action.event not in UNAUDITED:
                 self._tell(action.event, dict(action.fields), "")
 
     # ---- what a watch asks ----
@@ -199,8 +199,8 @@ class DashboardFleet:
             slo_good=100 * age_s,
             slo_bad=age_s // 20 * (3 if self.pools[number] == "late" else 1),
             source="plugin",
-            prompt_tokens=80_000 * age_s,
-            output_tokens=20_000 * age_s,
+            prompt_tokens=5_000 * age_s,
+            output_tokens=1_000 * age_s,
         )
         return pb.Telemetry(host=host, guests=list(self._guests(number, name, wave, age_s)))
 

@@ -4,7 +4,7 @@
 (() => {
   const RELOAD_MS = 5000;
   const MOST_POINTS = 300;
-  const HEIGHT = 130;
+  const HEIGHT = innerWidth < 640 ? 100 : 130;
   const byId = (id) => document.getElementById(id);
   const charts = new Map();
   let ticks = [];
@@ -137,7 +137,7 @@
       scales: {
         y: { range: (u, low, high) => [0, scale === "%" ? 100 : high > 0 ? high * 1.1 : 1] },
       },
-      series: [{ label: "UTC", value: (u, at) => (at == null ? "" : utc(at, 0, 19)) }, ...lines.map((line) => ({
+      series: [{ label: "UTC", value: (u, at) => utc(at ?? u.data[0].at(-1) ?? 0, 0, 19) }, ...lines.map((line) => ({
         label: line.label, stroke: () => color(line.color), spanGaps: false,
         width: line.target ? 1 : 2, dash: line.target ? [6, 4] : [], points: { show: false },
         value: (u, value, at) => shown(u.cursor.idx == null ? u.data[at].at(-1) : value),
