@@ -1,7 +1,6 @@
 """A whole gateway in one event loop: table source, dispatcher, server."""
 
 import asyncio
-import contextlib
 import errno
 import secrets
 import socket
@@ -135,7 +134,7 @@ class Gateway:
         self.note(event, **fields)
         if event.startswith("limit_"):
             option = f"--{fields['limit']}".replace("_", "-").replace("--descriptors", "ulimit -n")
-            _tell(f"{event}: {option}, {fields['times']} times")
+            announce("rose gateway", f"{event}: {option}, {fields['times']} times")
 
     def note(self, event: str, **fields: object) -> None:
         """Write one event with these fields to the gateway's log, if it has one."""
@@ -200,16 +199,19 @@ class Gateway:
         not answer yet.
         """
         if found is None:
-            _tell(f"{replica.url} does not answer yet: it is asked until it does")
+            announce(
+                "rose gateway", f"{replica.url} does not answer yet: it is asked until it does"
+            )
             return
         if self._settings.max_model_len is None and found.max_model_len is not None:
             known = self._model.max_model_len or found.max_model_len
             self._model.max_model_len = min(known, found.max_model_len)
         self.note("replica_found", replica=replica.id, api=found.api.value)
         if found.api is not ReplicaApi.ROSE:
-            _tell(
+            announce(
+                "rose gateway",
                 f"{replica.id} is a stock {ENGINE_NAMES[found.api]}: "
-                "its tokens carry no policy versions, and no gate holds it"
+                "its tokens carry no policy versions, and no gate holds it",
             )
 
     def _source(self) -> StaticTable | WatchedTable:
@@ -262,9 +264,3 @@ class Gateway:
             await asyncio.to_thread(self._logs.close)
         if self._audit is not None:
             await asyncio.to_thread(self._audit.close)
-
-
-def _tell(what: str) -> None:
-    # Standard error may have no reader, or a full disk: turns do not depend on it.
-    with contextlib.suppress(OSError):
-        announce("rose gateway", what)

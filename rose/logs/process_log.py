@@ -1,13 +1,13 @@
 """Log of one process: text on standard error, or JSON lines on standard output for a collector.
 
-    {"time":"2026-11-26T16:12:24.123Z","level":"warning","component":"gateway","logger":"asyncio","message":"…"}
-    {"time":…,"level":"info","component":"scheduler","logger":"records.audit","event":"lease_granted","fields":{…}}
+    {"time":"2026-11-26T16:12:24.123Z","level":"info","component":"gateway","logger":"asyncio",…}
 
-All loggers of the process go through it. With JSON the records of event, audit and usage logs are
-repeated there at level info, since files of a pod are gone with it.
+With JSON the records of event, audit and usage logs are repeated there at level info, since the
+files of a pod are gone with it.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -22,10 +22,11 @@ from rose.clock import utc_text
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LogThread
 
-LEVELS: Final = ("debug", "info", "warning", "error")
-FORMATS: Final = ("text", "json")
-LEVEL_ENV: Final = "ROSE_LOG_LEVEL"
-FORMAT_ENV: Final = "ROSE_LOG_FORMAT"
+OPTIONS: Final = {
+    "level": ("info", ("debug", "info", "warning", "error")),
+    "format": ("text", ("text", "json")),
+}
+"""Defaults and values of the options --log-level and --log-format."""
 _RECORDS: Final = logging.getLogger("records")
 # Records of log files are repeated with JSON alone.
 _OFF: Final = logging.CRITICAL + 1
@@ -63,16 +64,15 @@ class JsonFormatter(logging.Formatter):
 
     @override
     def format(self, record: logging.LogRecord) -> str:
-        fields: Mapping[str, object] = getattr(record, "fields", {})
+        fields = dict(getattr(record, "fields", {}))
         said: dict[str, object] = {
-            "time": fields.get("time") or utc_text(record.created),
+            "time": fields.pop("time", None) or utc_text(record.created),
             "level": record.levelname.lower(),
             "component": self._component,
             "logger": record.name,
         }
         if fields:
-            rest = {name: value for name, value in fields.items() if name not in ("time", "event")}
-            said |= {"event": fields.get("event", "usage"), "fields": rest}
+            said |= {"event": fields.pop("event", record.getMessage()), "fields": fields}
         else:
             said["message"] = record.getMessage()
         if record.exc_info:
@@ -81,7 +81,7 @@ class JsonFormatter(logging.Formatter):
         try:
             return encoded(said, allow_nan=False)
         except ValueError:
-            # A number that JSON lacks.
+            # JSON has no such number.
             return encoded(json.loads(encoded(said), parse_constant=str))
 
 
@@ -91,12 +91,7 @@ def repeat(log: str) -> Callable[[Mapping[str, object]], None]:
     log: last part of the logger's name, such as `audit`.
     """
     logger = logging.getLogger(f"{_RECORDS.name}.{log}")
-
-    def write(record: Mapping[str, object]) -> None:
-        if logger.isEnabledFor(logging.INFO):
-            logger.info("record", extra={"fields": record})
-
-    return write
+    return lambda record: logger.info("%s", log, extra={"fields": record})
 
 
 class _ReadBefore(argparse.Action):
@@ -108,17 +103,14 @@ class _ReadBefore(argparse.Action):
 
 def add_logging_options(parser: argparse.ArgumentParser) -> None:
     """Add --log-level and --log-format to a parser; `start_logging` reads them."""
-    for option, values, name in (
-        ("--log-level", LEVELS, LEVEL_ENV),
-        ("--log-format", FORMATS, FORMAT_ENV),
-    ):
-        usual = "info" if values is LEVELS else "text, on standard error"
+    for name, (usual, values) in OPTIONS.items():
+        what = f"of the process's log (default $ROSE_LOG_{name.upper()}, or {usual})"
         parser.add_argument(
-            option,
-            choices=values,
+            f"--log-{name}",
             action=_ReadBefore,
+            choices=values,
             default=argparse.SUPPRESS,
-            help=f"of the process's log (default ${name}, or {usual})",
+            help=what,
         )
 
 
@@ -129,58 +121,45 @@ def start_logging(component: str, argv: Sequence[str]) -> None:
     logger has a handler already. Raises ConfigError for an unknown value in the environment.
     """
     given = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    given.add_argument("--log-level", default=_environment(LEVEL_ENV, LEVELS, "info"))
-    given.add_argument("--log-format", default=_environment(FORMAT_ENV, FORMATS, "text"))
+    for name, (usual, values) in OPTIONS.items():
+        variable = f"ROSE_LOG_{name.upper()}"
+        usual = os.environ.get(variable) or usual
+        if usual not in values:
+            raise ConfigError(f"{variable}={usual!r:.40}: give one of {', '.join(values)}")
+        given.add_argument(f"--log-{name}", choices=values, default=usual)
     try:
         options, _ = given.parse_known_args(list(argv))
     except argparse.ArgumentError:
         return
-    if logging.getLogger().handlers or options.log_level not in LEVELS:
-        return
-    if options.log_format != "json":
-        log_to_stderr(options.log_level)
-        return
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(JsonFormatter(component))
-    logging.basicConfig(level=options.log_level.upper(), handlers=[AsideHandler(handler)])
-    logging.captureWarnings(capture=True)
-    sys.excepthook = lambda *info: logging.critical("unexpected error", exc_info=info)
-    _RECORDS.setLevel(logging.NOTSET)
-
-
-def log_to_stderr(level: str = "info") -> None:
-    """Configure this process's `logging` to text on standard error, through an AsideHandler.
-
-    It does nothing if the root logger has a handler already.
-    """
     if logging.getLogger().handlers:
         return  # Somebody else has.
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[AsideHandler(handler)])
+    if options.log_format == "json":
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(JsonFormatter(component))
+        logging.captureWarnings(capture=True)
+        sys.excepthook = lambda *info: logging.critical("unexpected error", exc_info=info)
+        _RECORDS.setLevel(logging.NOTSET)
+    logging.basicConfig(level=options.log_level.upper(), handlers=[AsideHandler(handler)])
 
 
 def announce(process: str, line: str) -> None:
-    """Write a line for the operator, `rose gateway: listening on …`, to standard output; with JSON
-    as a record. Raises OSError if standard output cannot be written.
+    """Write a line for the operator to standard output, with JSON as a record.
+
+    A reader that is gone, or a full disk, is ignored: no work depends on it.
     """
-    if _RECORDS.level == _OFF:
+    if _RECORDS.level != _OFF:
+        logging.getLogger("rose").info("%s", line)
+        return
+    with contextlib.suppress(OSError):
         sys.stdout.write(f"{process}: {line}\n")
         sys.stdout.flush()
-    else:
-        logging.getLogger("rose").info("%s", line)
 
 
 def complain(process: str, error: object) -> None:
-    """Write the error that ends a process as a line to standard error; with JSON as a record."""
+    """Write the error that ends a process to standard error, with JSON as a record."""
     if _RECORDS.level == _OFF:
         sys.stderr.write(f"{process}: {error}\n")
     else:
         logging.getLogger("rose").error("%s", error)
-
-
-def _environment(name: str, values: Sequence[str], usual: str) -> str:
-    given = os.environ.get(name) or usual
-    if given not in values:
-        raise ConfigError(f"{name}={given!r:.40}: give one of {', '.join(values)}")
-    return given

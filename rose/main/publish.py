@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rose.command_line.parser import Parser
@@ -14,6 +15,7 @@ from rose.integrations.front.watch import CheckpointWatcher, Noted
 from rose.integrations.policy_publisher import PolicyPublisher
 from rose.logs.process_log import add_logging_options, announce, start_logging
 
+_say = partial(announce, "rose publish")
 LOOK_S = 0.5
 MOST_PAUSE_S = 30.0
 
@@ -106,10 +108,6 @@ def _once(watcher: CheckpointWatcher, whole_s: float, stop: threading.Event) -> 
 
 def _published(noted: Noted) -> None:
     _say(f"{noted.name} is version {noted.version}, and served")
-
-
-def _say(line: str) -> None:
-    announce("rose publish", line)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import uvloop
 
 from rose.addresses import bound, check_exposure, host_port
 from rose.errors import ConfigError, RoseError
-from rose.logs.process_log import log_to_stderr
+from rose.logs.process_log import start_logging
 from rose.process.background_tasks import stop_signalled
 from rose.process.http_port import FewRecords, Listener, raise_descriptor_limit
 from rose.proxy.callers import CallerConnection, Door
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_certificate_options(parser)
     options = vars(parser.parse_args(argv))
     # Standard output is the daemon's, which waits there for one line.
-    log_to_stderr()
+    start_logging("proxy", ["--log-format", "text"])
     os.nice(NICENESS)
     raise_descriptor_limit()
     try:

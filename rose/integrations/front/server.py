@@ -280,9 +280,7 @@ def tell(what: str, **fields: object) -> None:
     A write that fails is ignored.
     """
     more = "".join(f" {name}={value}" for name, value in fields.items())
-    # Standard output may have no reader, or a full disk: no call depends on it.
-    with suppress(OSError):
-        announce("rose front", clean(f"{what}{more}"))
+    announce("rose front", clean(f"{what}{more}"))
 
 
 def _fault(http: web.BaseRequest, error: Exception) -> TurnError:
