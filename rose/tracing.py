@@ -168,8 +168,14 @@ class Spans:
     def __init__(self, tracer: Any = None) -> None:  # noqa: ANN401 -- of an optional package
         self._tracer = tracer
 
-    def begin(self, name: str, parent: TraceContext | None, attributes: Attributes) -> Span:
-        """Start a span now and return it.
+    def begin(
+        self,
+        name: str,
+        parent: TraceContext | None,
+        attributes: Attributes,
+        begin_ns: int | None = None,
+    ) -> Span:
+        """Start a span now, or at an earlier Unix time in nanoseconds, and return it.
 
         parent: context that it belongs to; None begins a new trace, if there is a tracer.
         """
@@ -181,11 +187,18 @@ class Spans:
         within = Context()
         if parent is not None:
             within = TraceContextTextMapPropagator().extract(parent.headers(), within)
-        span = self._tracer.start_span(name, context=within, attributes=dict(attributes))
+        span = self._tracer.start_span(
+            name, context=within, attributes=dict(attributes), start_time=begin_ns
+        )
         return Span(of_span(span), span)
 
 
 NO_SPANS: Final = Spans()
+
+
+def attributes_of(fields: Mapping[str, object]) -> Attributes:
+    """Return the fields of an event that a span can have: texts, numbers and truth values."""
+    return {k: value for k, value in fields.items() if isinstance(value, str | int | float | bool)}
 
 
 def spans_of(service: str, environment: Mapping[str, str] = os.environ) -> Spans:
@@ -210,8 +223,7 @@ def spans_of(service: str, environment: Mapping[str, str] = os.environ) -> Spans
         return Spans(trace.get_tracer("rose"))
     except ImportError as error:
         _log.warning(
-            "%s is not installed: no spans are sent; install opentelemetry-sdk and"
-            " opentelemetry-exporter-otlp-proto-http",
+            "%s is not installed: no spans are sent; install rose-rollout[otel]",
             error.name,
         )
         return NO_SPANS

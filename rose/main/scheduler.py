@@ -71,6 +71,7 @@ from rose.store import (
     open_store,
     taken_store,
 )
+from rose.tracing import spans_of
 
 DEFAULT_PORT = 7400
 MOST_HOLD_S = 86_400.0
@@ -380,6 +381,7 @@ async def _lead(
         # Bound to this term, so that its streams end with it.
         leads=store.leads,
         audit=told,
+        spans=spans_of("rose-scheduler"),
     )
     background.start("tick", service.tick)
     background.start("stop", service.watch_stop, restarts=None)

@@ -33,6 +33,7 @@ from rose.node.host import HOST_LATENCY, LOOK_EVERY_S, Host
 from rose.node.host import watch as watch_metrics
 from rose.node.lease import Released
 from rose.node.metrics import HostFigures, NodeHealth, NodeMetrics, ReplicaFigures
+from rose.node.order_spans import OrderSpans
 from rose.node.orders import HarvestSwitch, Orders, SchedulerCaps
 from rose.node.proxy_process import ProxyProcess
 from rose.node.replica import Guest, NodeLogs, NodeParts, Replica, build_reports, view_of
@@ -41,6 +42,7 @@ from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetw
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
 from rose.security.audit_log import AuditLog, audit_file
+from rose.tracing import spans_of
 
 DISCOVERY = "discovery"
 PROXY = "proxy"
@@ -104,6 +106,7 @@ class NodeDaemon:
         self._stopping = asyncio.Event()
         self._guard_broke = asyncio.Event()
         self._metrics = NodeMetrics(self._hosts, self._views, self._health)
+        self._spans = OrderSpans(spans_of("rose-node"))
         self._events.listen(self._heard)
         self._audit = AuditLog(audit_file(config.log_dir, config.node), config.node)
         self._host: Host | None = None
@@ -402,11 +405,13 @@ class NodeDaemon:
 
     def _heard(self, event: str, fields: Mapping[str, object]) -> None:
         self._metrics.heard(event, fields)
+        self._spans.heard(event, fields)
         if event in AUDITED:
             self._audit.write(event, dict(fields))
 
     def _activated(self, record: Mapping[str, object]) -> None:
         self._metrics.activated(record)
+        self._spans.heard("activated", record)
         self._audit.write("activated", dict(record))
 
     def _reports(self) -> list[rose_pb2.NodeReport]:
@@ -432,6 +437,7 @@ class NodeDaemon:
         return [view_of(replica) for replica in list(self._replicas.values())]
 
     def _obey(self, command: rose_pb2.NodeCommand) -> None:
+        self._spans.ordered(command)
         match command.WhichOneof("command"):
             case "lease":
                 if replica := self._replicas.get(command.lease.replica):

@@ -644,6 +644,9 @@ class NodeCommand(_message.Message):
     RELAYS_FIELD_NUMBER: _builtins.int
     CAPS_FIELD_NUMBER: _builtins.int
     RENEWALS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    traceparent: _builtins.str
+    """W3C trace context of what led to it, for spans; empty without one"""
     @_builtins.property
     def lease(self) -> Global___Lease:
         """granted or renewed: a renewal carries the same epoch"""
@@ -672,10 +675,11 @@ class NodeCommand(_message.Message):
         relays: Global___Relays | None = ...,
         caps: Global___Caps | None = ...,
         renewals: Global___Renewals | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "renewals", b"renewals", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "renewals", b"renewals", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caps", b"caps", "command", b"command", "harvest", b"harvest", "lease", b"lease", "relays", b"relays", "release", b"release", "renewals", b"renewals", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["lease", "release", "version", "harvest", "relays", "caps", "renewals"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015

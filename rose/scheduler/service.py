@@ -13,6 +13,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
@@ -57,9 +58,11 @@ from rose.scheduler.core.messages import (
 )
 from rose.scheduler.core.observed import Observed, PolicyView
 from rose.scheduler.core.scheduler_core import SchedulerCore
+from rose.scheduler.lease_spans import LeaseSpans
 from rose.scheduler.persistence import STOP, StoreWriter, stop_of
 from rose.security.rpc_access import CALLING
 from rose.store import ABSENT, LeadershipLostError, Store
+from rose.tracing import NO_SPANS, Spans, TraceContext, trace_of
 
 PROTOCOL = 2
 TICK_S = 0.1
@@ -84,6 +87,8 @@ STANDBY = "this scheduler is a standby; ask the one that leads"
 # Figures that follow from others, and complaints of the process about itself, which may repeat.
 UNAUDITED = frozenset({"health_changed", "first_token", "policy_broken", "replica_broken"})
 Context = grpc.aio.ServicerContext
+# Trace context of the trainer's call that is being carried out.
+_ASKED: Final[ContextVar[TraceContext | None]] = ContextVar("asked", default=None)
 CODES = {
     ConfigError: grpc.StatusCode.INVALID_ARGUMENT,
     RefusedError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -204,6 +209,7 @@ class SchedulerService(SchedulerServicer):
         leads: Callable[[], bool] = lambda: True,
         audit: AuditSink = lambda event, fields, by: None,
         times: ServiceTimes | None = None,
+        spans: Spans = NO_SPANS,
     ) -> None:
         """Begin a term. leads: returns True while this process surely leads; else no step is taken.
 
@@ -216,6 +222,7 @@ class SchedulerService(SchedulerServicer):
         self._wall_clock = times.wall_clock
         self._tick_s = times.tick_s
         self._audit = audit
+        self._lease_spans = LeaseSpans(spans)
         self._troubles = troubles
         self._core = core
         self._store = store
@@ -373,6 +380,7 @@ class SchedulerService(SchedulerServicer):
             slot.put(None)
         for task in (*self._commits, *self._reservations):
             task.cancel()
+        self._lease_spans.close()
 
     # ---- nodes ----
 
@@ -576,6 +584,7 @@ class SchedulerService(SchedulerServicer):
         A failure ends the call with its gRPC status.
         """
         call = type(request).__name__
+        _ASKED.set(trace_of(dict(context.invocation_metadata() or ())))
         try:
             event = wire.asked(request)
             if not isinstance(event, StoredEvent):
@@ -664,6 +673,7 @@ class SchedulerService(SchedulerServicer):
 
     def _carry_out(self, actions: list[Action]) -> int | None:
         answer = None
+        self._lease_spans.trace(actions, _ASKED.get())
         for action in actions:
             match action:
                 case Answer():

@@ -24,6 +24,7 @@ from rose.rpc import rose_pb2
 from rose.rpc.leader_channel import LeaderChannel
 from rose.security.certificates import CertificateFiles
 from rose.security.roles import Role
+from rose.tracing import current_trace
 from rose.weight_distribution.credentials import OPEN, Credentials
 from rose.weight_distribution.retention import Latest, RetentionTask
 from rose.weight_distribution.runs import (
@@ -487,9 +488,13 @@ class WeightPublisher:
         request = rose_pb2.AnnounceVersionRequest(
             job=self._job, version=version, parent=parent, url=self._server.url, claim=self._claim
         )
+        trace = current_trace()
+        metadata = tuple(trace.headers().items()) if trace else ()
         try:
             await self._call(
-                lambda stub, left_s: stub.AnnounceVersion(request, timeout=left_s),
+                lambda stub, left_s: stub.AnnounceVersion(
+                    request, timeout=left_s, metadata=metadata
+                ),
                 f"version {version} is published but could not be announced",
             )
         except UnavailableError as error:

@@ -15,7 +15,8 @@ from multidict import CIMultiDict
 from wire_cases import GENERATE_ROUTES, VLLM, ask, body_of, stream, vllm_body
 
 from rose.client import RolloutClient, Sampling
-from rose.tracing import NO_SPANS, Spans, TraceContext, parsed, spans_of, trace_of
+from rose.tracing import NO_SPANS, TraceContext, parsed, spans_of, trace_of
+from tests.harness.spans import otel
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
@@ -139,16 +140,6 @@ async def test_the_client_names_a_trace_and_learns_it() -> None:
 
 
 # ---- spans ----
-
-
-def otel() -> tuple[Spans, Any, Any]:
-    sdk = pytest.importorskip("opentelemetry.sdk.trace")
-    export = pytest.importorskip("opentelemetry.sdk.trace.export")
-    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
-    exporter, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
-    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
-    tracer = provider.get_tracer("rose")
-    return Spans(tracer), tracer, exporter
 
 
 async def test_spans_of_turn_and_attempts_stand_between_caller_and_replica(
