@@ -71,7 +71,7 @@ from rose.store import (
     open_store,
     taken_store,
 )
-from rose.tracing import spans_of
+from rose.tracing import Spans, spans_of
 
 DEFAULT_PORT = 7400
 MOST_HOLD_S = 86_400.0
@@ -263,8 +263,9 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
 
     Raises `RoseError` if it cannot start or continue.
     """
-    # Open it before anything that has a deadline: the client takes long to import.
+    # Open both before anything that has a deadline: their packages take long to import.
     api = KubeApi.opened(settings.kubeconfig) if settings.kubernetes else None
+    spans = spans_of("rose-scheduler")
     async with contextlib.AsyncExitStack() as stack:
         opened = open_store(settings.store)
         stack.push_async_callback(opened.close)
@@ -297,7 +298,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             told = watch.telling(told)
 
         async def lead(fenced: FencedStore) -> None:
-            await _lead(settings, fenced, handlers, logs, events, audit, told, lent, api)
+            await _lead(settings, fenced, handlers, logs, events, audit, told, lent, api, spans)
 
         leadership = Leadership(store, me, lead, events.write)
         server.add_generic_rpc_handlers((handlers,))
@@ -350,6 +351,7 @@ async def _lead(
     told: AuditSink,
     lent: JsonlLog,
     api: KubeApi | None,
+    spans: Spans,
 ) -> None:
     """Lead for one term, with a core that is built from the store; it ends only by cancellation or
     an error.
@@ -381,7 +383,7 @@ async def _lead(
         # Bound to this term, so that its streams end with it.
         leads=store.leads,
         audit=told,
-        spans=spans_of("rose-scheduler"),
+        spans=spans,
     )
     background.start("tick", service.tick)
     background.start("stop", service.watch_stop, restarts=None)
