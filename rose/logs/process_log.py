@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, NoReturn
 
 from typing_extensions import override
 
@@ -101,6 +101,11 @@ class _ReadBefore(argparse.Action):
         return
 
 
+class _Given(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise argparse.ArgumentError(None, message)
+
+
 def add_logging_options(parser: argparse.ArgumentParser) -> None:
     """Add --log-level and --log-format to a parser; `start_logging` reads them."""
     for name, (usual, values) in OPTIONS.items():
@@ -120,7 +125,7 @@ def start_logging(component: str, argv: Sequence[str]) -> None:
     Words of `argv` that are wrong are left to the process's own parser. It does nothing if the root
     logger has a handler already. Raises ConfigError for an unknown value in the environment.
     """
-    given = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    given = _Given(add_help=False)
     for name, (usual, values) in OPTIONS.items():
         variable = f"ROSE_LOG_{name.upper()}"
         usual = os.environ.get(variable) or usual

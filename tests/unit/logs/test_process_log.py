@@ -19,7 +19,7 @@ from rose.errors import ConfigError
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.logs.process_log import announce, repeat, start_logging
 from rose.scheduler.core.usage import Lent, UsageLog
-from rose.security.audit_log import AuditLog
+from rose.security.audit_log import AuditLog, sealed
 
 RFC_3339 = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z")
 
@@ -139,7 +139,10 @@ def test_records_of_files_are_repeated_with_json(
     for logger, record in (("events", event), ("audit", audit)):
         same = seen[f"records.{logger}"]
         whole = {"time": same["time"], "event": same["event"], **same["fields"]}
-        assert whole == record, "the chain of hashes can be checked in the collector's copy"
+        assert whole == record
+    body = {name: whole[name] for name in record if name not in ("prev", "hash")}
+    _, digest = sealed(body, whole["prev"])
+    assert digest == whole["hash"], "the chain can be checked in the collector's copy"
     usage = seen["records.usage"]
     assert (usage["level"], usage["time"]) == ("info", "2026-11-26T16:12:24.123Z")
     assert usage["fields"] == {"tokens": "NaN", "level": "x"}
@@ -207,6 +210,10 @@ def test_a_wrong_level_is_one_line(
 ) -> None:
     assert main(["gateway", "--port", "1", "--log-level", "loud"]) == 2
     assert "there is no 'loud'; choose from debug, info" in capsys.readouterr().err
+    assert main(["gateway", "--port", "1", "--log", "x"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("rose gateway: ambiguous option: --log")
+    assert err.count("\n") == 1
     monkeypatch.setenv("ROSE_LOG_LEVEL", "loud")
     with pytest.raises(ConfigError, match="ROSE_LOG_LEVEL='loud': give one of debug, info"):
         start_logging("gateway", [])
