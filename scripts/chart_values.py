@@ -252,6 +252,11 @@ class Controller(Strict):
     kubeconfig_secret: SecretName = _said(
         "of another cluster, whose objects count: secret with its kubeconfig under `config`", ""
     )
+    node_labels: tuple[Annotated[str, _pattern(r"[^\s,=]+")], ...] = _said(
+        "labels of Kubernetes nodes that policies go by, as `pool` or `example.com/*`; nodes are"
+        " not believed about them",
+        (),
+    )
 
 
 class Gateway(Strict):

@@ -113,11 +113,15 @@ class Limit:
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """Attached node: its name, its labels, by which policies select it, and if it obeys caps."""
+    """Attached node: its name, its labels, by which policies select it, and if it obeys caps.
+
+    unlabelled: why its labels are not known; without them it lends nothing.
+    """
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
     takes_caps: bool = True
+    unlabelled: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +339,7 @@ class CapacityGate:
         self._effective[node.name] = effective(self._counting, node.name, node.labels)
         settling = Limit(LimitKind.SETTLING, "other nodes are not counted yet")
         counted = (settling,) if self._is_counted(node.name) else ()
-        verdict = self._judged(node, counted, settled=not counted)
+        verdict = self._judged(node, counted, settled=not (counted or node.unlabelled))
         self._verdicts[node.name] = verdict
         return self._said(verdict) if verdict.settled else []
 
@@ -524,12 +528,15 @@ class CapacityGate:
 
     def _judged(self, node: NodeFacts, beyond: tuple[Limit, ...], *, settled: bool) -> NodeVerdict:
         whys = beyond
+        if node.unlabelled:
+            whys += (Limit(LimitKind.API_SERVER, node.unlabelled),)
         if self._effective[node.name].has_caps and not node.takes_caps:
             why = "its node keeps within no caps; upgrade it"
             whys += (Limit(LimitKind.OLD_NODE, why),)
             settled = True
         verdict = self._verdict(node.name, whys, self._held.get(node.name))
-        if settled or verdict.advises or verdict.policy.mode is PolicyMode.OFF:
+        known = not node.unlabelled
+        if settled or (known and (verdict.advises or verdict.policy.mode is PolicyMode.OFF)):
             return verdict
         return replace(verdict, mode=HarvestMode.HOLD, would=HarvestMode.HOLD, settled=False)
 
@@ -543,7 +550,7 @@ class CapacityGate:
         verdicts = {}
         for each in facts:
             whys = beyond.get(each.name, ())
-            verdict = self._judged(each, whys, settled=settled or not whys)
+            verdict = self._judged(each, whys, settled=settled or not (whys or each.unlabelled))
             verdicts[each.name] = verdict
             before = self._verdicts.get(each.name)
             if before is None or (before.mode, before.would) != (verdict.mode, verdict.would):
@@ -570,7 +577,7 @@ class CapacityGate:
                 if whose == NO_POLICY
                 else Limit(LimitKind.OFF, f"mode Off ({whose})")
             )
-            return NodeVerdict(node, HarvestMode.OFF, HarvestMode.OFF, policy, (limit,))
+            return NodeVerdict(node, HarvestMode.OFF, HarvestMode.OFF, policy, (limit, *beyond))
         would, limits = self._would(policy, beyond, held)
         advises = self._only_advises(node, policy)
         if advises:

@@ -18,7 +18,7 @@ A plan is decided from state, not from events:
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -37,14 +37,21 @@ from rose.controller.conditions import (
 )
 from rose.controller.kube_api import ApiError, KubeApi
 from rose.errors import ConfigError, RefusedError
+from rose.scheduler.core.fleet import is_chosen
 from rose.scheduler.core.messages import PolicyApplied, PolicyDeleted
 from rose.scheduler.core.observed import PolicyView
 
 LOOK_S: Final = 0.25
 STATUS_S: Final = 2.0
+LABELS_S: Final = 5.0
 # Changed figures alone are written no more often than this.
 FIGURES_S: Final = 15.0
 BY: Final = "kubernetes"
+# Errors of reading an answer that is not a list of objects.
+NO_LIST: Final = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+
+
+NodeLabels = Mapping[str, Mapping[str, str]]
 
 
 class LeadingScheduler(Protocol):
@@ -56,9 +63,9 @@ class LeadingScheduler(Protocol):
         by: the requester, for the audit log.
         """
 
-    def objects_heard(self, heard_s: float, refused: frozenset[str]) -> None:
+    def objects_heard(self, heard_s: float, refused: frozenset[str], labels: NodeLabels) -> None:
         """Report that all objects' policies are in force as of `heard_s`, but for the refused
-        names.
+        names, and the labels of nodes.
         """
 
     def policies_in_force(self) -> tuple[Mapping[str, CapacityPolicy], frozenset[str]]:
@@ -73,7 +80,7 @@ class PolicyController:
 
     It puts the objects' policies in force and writes the objects' statuses and events.
     events(event, **fields): takes `objects_unheard`, `objects_heard`, `object_refused`. clock: the
-    scheduler's.
+    scheduler's. label_keys: patterns of the labels of Kubernetes nodes that policies go by.
     """
 
     def __init__(
@@ -83,7 +90,11 @@ class PolicyController:
         events: Callable[..., object],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        label_keys: Sequence[str] = (),
     ) -> None:
+        self._label_keys = label_keys
+        self._labels: NodeLabels = {}
+        self._labelled_s = -LABELS_S
         self._api, self._scheduler, self._events = api, scheduler, events
         self._clock, self._wall_clock = clock, wall_clock
         self._reader = ObjectReader()
@@ -119,6 +130,9 @@ class PolicyController:
         # The time of the request: later objects may have changed since.
         asked_s, trouble = self._clock(), ""
         try:
+            if self._label_keys and asked_s >= self._labelled_s + LABELS_S:
+                self._labels = await asyncio.to_thread(labels_now, self._api, self._label_keys)
+                self._labelled_s = asked_s
             self._objects = await asyncio.to_thread(objects_now, self._api, self._objects)
             self._heard_s = asked_s
         except ApiError as error:
@@ -146,7 +160,7 @@ class PolicyController:
         for name in refused.keys() - self._refused.keys():
             self._events("object_refused", policy=name, message=refused[name].line)
         self._refused = refused
-        self._scheduler.objects_heard(heard_s, frozenset(refused))
+        self._scheduler.objects_heard(heard_s, frozenset(refused), self._labels)
 
     async def _apply(self, policy: CapacityPolicy) -> ObjectRefusal | None:
         try:
@@ -204,9 +218,21 @@ def objects_now(api: KubeApi, known: Mapping[str, Object] | None) -> Mapping[str
             return known
         found = {str(each["metadata"]["name"]): each for each in _items(api.list())}
         _versions(found.values())
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except NO_LIST as error:
         raise ApiError(0, f"the API server's list is none ({error!r})") from error
     return found
+
+
+def labels_now(api: KubeApi, keys: Sequence[str]) -> NodeLabels:
+    """Return the labels of each Kubernetes node whose keys match, by its name. Raises ApiError."""
+    try:
+        found = ((each["metadata"]["name"], each["metadata"]) for each in _items(api.nodes()))
+        return {
+            name: {k: v for k, v in said.get("labels", {}).items() if is_chosen(k, keys)}
+            for name, said in found
+        }
+    except NO_LIST as error:
+        raise ApiError(0, f"the API server's list of nodes is none ({error!r})") from error
 
 
 def _items(body: bytes) -> list[Object]:

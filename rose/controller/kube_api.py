@@ -18,6 +18,7 @@ from rose.controller.conditions import EVENTS_IN
 from rose.errors import ConfigError, UnavailableError
 
 PATH: Final = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
+NODES: Final = "/api/v1/nodes?resourceVersion=0"
 EVENTS: Final = f"/api/v1/namespaces/{EVENTS_IN}/events"
 LEADER_LABEL: Final = "rose.dev/leader"
 JSON: Final = "application/json"
@@ -92,6 +93,10 @@ class KubeApi:
         Raises ApiError.
         """
         return self._read("GET", f"{PATH}?resourceVersion=0", accept=METADATA)
+
+    def nodes(self) -> bytes:
+        """Return the JSON of all nodes' metadata, from the server's cache. Raises ApiError."""
+        return self._read("GET", NODES, accept=METADATA)
 
     def write_status(self, name: str, resource_version: str, status: Mapping[str, object]) -> None:
         """Write an object's status. Raises ApiError, with code 409 if the object has changed

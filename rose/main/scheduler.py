@@ -112,6 +112,7 @@ class SchedulerSettings:
     kubernetes: bool = False
     kubeconfig: Path | None = None
     pod: str = ""
+    node_labels: tuple[str, ...] = ()
     dashboard: DashboardSettings | None = None
 
     def __post_init__(self) -> None:
@@ -134,8 +135,12 @@ class SchedulerSettings:
             raise ConfigError("--hold-s is of the policy rose; leave it out, or give --policy rose")
         if self.hold_s is not None and not 1 <= self.hold_s <= MOST_HOLD_S:
             raise ConfigError(f"--hold-s {self.hold_s}: choose 1 to {MOST_HOLD_S:.0f}")
-        if self.pod and (self.pod.count("/") != 1 or not self.kubernetes or self.kubeconfig):
-            raise ConfigError("--pod is this pod's NAMESPACE/NAME; give it with --kubernetes alone")
+        own = self.pod.count("/") == 1 and self.kubernetes and not self.kubeconfig
+        if (self.pod and not own) or (self.node_labels and not self.kubernetes):
+            raise ConfigError(
+                "give --pod NAMESPACE/NAME with --kubernetes, and --node-label with that or"
+                " --kubeconfig"
+            )
         if self.advertise and not is_address(self.advertise):
             raise ConfigError(f"{self.advertise!r} is no address; give --advertise HOST:PORT")
 
@@ -217,6 +222,14 @@ def parser(prog: str = "rose scheduler") -> Parser:
         metavar="NAMESPACE/NAME",
         help=f"own pod, labelled {LEADER_LABEL} while this scheduler leads; with --kubernetes",
     )
+    add(
+        "--node-label",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="label of Kubernetes nodes that policies go by, or a pattern as example.com/*; nodes"
+        " are not believed about it (repeatable; with --kubernetes)",
+    )
     add_dashboard_options(parser)
     add_certificate_options(parser)
     return parser
@@ -234,6 +247,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         "log_limits": taken_log_limits(options),
         "certificates": taken_certificates(options),
         "jobs": standing_jobs(args.job),
+        "node_labels": tuple(args.node_label),
         "kubernetes": args.kubernetes or args.kubeconfig is not None,
         "dashboard": taken_dashboard(args),
     }
@@ -364,7 +378,13 @@ async def _lead(
     policy = make_policy(settings.policy, **options)
     names = [job.job for job in settings.jobs]
     core = SchedulerCore(
-        saved, settings.harvest, times, policy, standing=names, asks_objects=api is not None
+        saved,
+        settings.harvest,
+        times,
+        policy,
+        standing=names,
+        asks_objects=api is not None,
+        label_keys=settings.node_labels,
     )
     controllers: list[PolicyController] = []
     background = Background(events.write)
@@ -391,7 +411,8 @@ async def _lead(
     background.start("usage", partial(_keep_usage, core, usage), restarts=None)
     background.start("budgets", partial(_keep_budgets, core, saved, store), restarts=None)
     if api is not None:
-        controllers.append(PolicyController(api, service, events.write))
+        keys = settings.node_labels
+        controllers.append(PolicyController(api, service, events.write, label_keys=keys))
         background.start("objects", controllers[0].run, restarts=None)
     handlers.lead(service)
     try:

@@ -11,7 +11,7 @@ none). Such a call was surely not carried out, so it may be made again elsewhere
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -289,12 +289,17 @@ class SchedulerService(SchedulerServicer):
         assert value is not None
         return value
 
-    def objects_heard(self, heard_s: float, refused: frozenset[str]) -> None:
+    def objects_heard(
+        self,
+        heard_s: float,
+        refused: frozenset[str],
+        labels: Mapping[str, Mapping[str, str]],
+    ) -> None:
         """Tell the core that policies match the Kubernetes objects of `heard_s`, by its clock.
 
-        refused: names of invalid objects.
+        refused: names of invalid objects. labels: those that were asked for, by node.
         """
-        self._step(ObjectsHeard(heard_s, refused))
+        self._step(ObjectsHeard(heard_s, refused, labels))
 
     def policies_in_force(self) -> tuple[dict[str, CapacityPolicy], frozenset[str]]:
         """Return all capacity policies by name, and the names of those that are Kubernetes

@@ -66,6 +66,9 @@
 {{- if and $v.scheduler.advertise (gt (int $v.scheduler.replicas) 1) }}
 {{- fail "scheduler.advertise is the address of one scheduler: set scheduler.replicas=1, and for a standby install another release with an address of its own" }}
 {{- end }}
+{{- if and $v.controller.nodeLabels (not $v.controller.enabled) }}
+{{- fail "controller.nodeLabels are read by the controller: set controller.enabled=true" }}
+{{- end }}
 {{- if and $v.scheduler.holdS (ne $v.scheduler.policy "rose") }}
 {{- fail "scheduler.holdS is of the policy rose: leave it out, or set scheduler.policy=rose" }}
 {{- end }}

@@ -68,12 +68,15 @@ class CapacityBook:
         default_mode: HarvestMode = HarvestMode.OFF,
         *,
         asks_objects: bool = False,
+        asks_labels: bool = False,
     ) -> None:
         """Begin with the stored policies and stop. default_mode: used if no stop is stored.
 
         A default mode other than OFF also puts the policy `cli` in force, which lends everything.
-        asks_objects: True if this scheduler reads policies from a Kubernetes API server.
+        asks_objects: True if this scheduler reads policies from a Kubernetes API server, and
+        asks_labels, if it reads labels of nodes there.
         """
+        self._asks_labels = asks_labels
         self._asks_objects = asks_objects
         self._of_objects = set(saved.objects)
         self._objects_heard_s: float | None = None
@@ -237,7 +240,9 @@ class CapacityBook:
             # Objects known to an earlier leader count as heard when this term began.
             self._objects_heard_s = now_s
         found = {}
-        for name in self._of_objects:
+        every = (policy.name for policy in self.gate.policies)
+        # A policy may select the wrong nodes by stale labels, and another miss some.
+        for name in every if self._asks_labels else self._of_objects:
             old_s = now_s - self._objects_heard_s
             if not self._asks_objects:
                 found[name] = Limit(
@@ -378,7 +383,7 @@ def _facts(fleet: FleetBook) -> Callable[[], list[NodeFacts]]:
 
 
 def _fact(view: NodeView) -> NodeFacts:
-    return NodeFacts(view.node, view.hello.labels, view.hello.takes_caps)
+    return NodeFacts(view.node, view.hello.labels, view.hello.takes_caps, view.unlabelled)
 
 
 def caps_of(policy: EffectivePolicy) -> pb.Caps:

@@ -7,6 +7,7 @@ replica. `Relays` tells each node, when that changes, which nodes of its cluster
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 from elastic_scheduler import Health, HealthReport, Offer, ReplicaHealth
 from rose.rpc import rose_pb2 as pb
@@ -126,6 +127,8 @@ class NodeView:
 
     hello: Attached
     heard_s: float
+    # Why its labels are not known, if they are not.
+    unlabelled: str = ""
     # The newest order of modes, when it was given, and how long until the node said that it holds.
     order: int = 0
     ordered_s: float = 0.0
@@ -161,10 +164,18 @@ class NodeView:
         return [name for name, each in self.offers.items() if each.is_stale(self.offered_s, now_s)]
 
 
+def is_chosen(key: str, patterns: Iterable[str]) -> bool:
+    """Return True if a label's key matches one of the patterns, as `pool` or `example.com/*`."""
+    return any(fnmatchcase(key, each) for each in patterns)
+
+
 class FleetBook:
     """Attached nodes by stream, and nodes that were attached within the last day."""
 
-    def __init__(self) -> None:
+    def __init__(self, label_keys: Sequence[str] = ()) -> None:
+        """Begin without nodes. label_keys: patterns of the labels that Kubernetes alone decides."""
+        self._label_keys = label_keys
+        self._labels: Mapping[str, Mapping[str, str]] | None = None
         # Detached nodes, oldest first: time of the last message, labels.
         self._away: dict[str, tuple[float, Mapping[str, str]]] = {}
         self._nodes: dict[int, NodeView] = {}
@@ -199,7 +210,29 @@ class FleetBook:
     def attach(self, event: Attached, now_s: float) -> None:
         """Add the attached node of a hello; the node must have no other stream."""
         self._away.pop(event.node, None)
-        self._nodes[event.stream] = self._by_name[event.node] = NodeView(event, now_s)
+        view = self._nodes[event.stream] = self._by_name[event.node] = NodeView(event, now_s)
+        self._label(view)
+
+    def relabel(self, labels: Mapping[str, Mapping[str, str]]) -> None:
+        """Give nodes the labels of the Kubernetes nodes of their names; they are no news."""
+        if labels is not self._labels:
+            self._labels = labels
+            for view in self._nodes.values():
+                self._label(view)
+
+    def _label(self, view: NodeView) -> None:
+        """Set the labels that Kubernetes decides; a node that claims them is not believed."""
+        if not self._label_keys:
+            return
+        given = None if self._labels is None else self._labels.get(view.node)
+        unheard = (
+            "the API server is not heard yet" if self._labels is None else "it has no such node"
+        )
+        view.unlabelled = (
+            "" if given is not None else f"labels of Kubernetes are unknown: {unheard}"
+        )
+        own = {k: v for k, v in view.hello.labels.items() if not is_chosen(k, self._label_keys)}
+        view.hello = replace(view.hello, labels={**own, **(given or {})})
 
     def detach(self, stream: int) -> NodeView | None:
         """Remove and return the node on a stream, None if there is none; the node is then away."""

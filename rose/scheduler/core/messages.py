@@ -264,11 +264,12 @@ class ObjectsHeard:
     state.
 
     heard_s: monotonic time of that state. refused: names of objects whose present content is
-    invalid.
+    invalid. labels: those of each Kubernetes node that policies go by, by the node's name.
     """
 
     heard_s: float
     refused: frozenset[str] = frozenset()
+    labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

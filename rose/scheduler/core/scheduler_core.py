@@ -20,7 +20,7 @@ No other action waits for the store, so live leases are renewed while it does no
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -162,14 +162,18 @@ class SchedulerCore:
         run_ttl_s: float = RUN_TTL_S,
         *,
         asks_objects: bool = False,
+        label_keys: Sequence[str] = (),
     ) -> None:
         """Begin from what the store has: jobs, versions, runs, epochs, modes and policies.
 
         standing: jobs that get their dedicated replicas even without a trainer. asks_objects: True
-        if this scheduler reads capacity policies from a Kubernetes API server.
+        if this scheduler reads capacity policies from a Kubernetes API server. label_keys: patterns
+        of the labels of nodes that it reads there.
         """
-        self.capacity = CapacityBook(saved, default_mode, asks_objects=asks_objects)
-        self._fleet = FleetBook()
+        self.capacity = CapacityBook(
+            saved, default_mode, asks_objects=asks_objects, asks_labels=bool(label_keys)
+        )
+        self._fleet = FleetBook(label_keys)
         self._stored_nodes = saved.nodes
         self._relays = Relays()
         self._healths = HealthBook()
@@ -240,6 +244,7 @@ class SchedulerCore:
             self._recall(event, now_s)
         if isinstance(event, ObjectsHeard):
             self.capacity.objects_heard(event)
+            self._fleet.relabel(event.labels)
         actions = self._react(event, now_s)
         if isinstance(event, Tick | HarvestSet | PolicyApplied | PolicyDeleted):
             wall_s = event.wall_s if isinstance(event, Tick) else None

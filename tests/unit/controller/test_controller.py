@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -30,7 +30,8 @@ class Server:
         self.down: ApiError | None = None
         self.conflicts = 0
         self.torn: bytes = b""
-        self.lists = 0
+        self.lists = self.asked_nodes = 0
+        self.node_labels: dict[str, Object] = {}
         self.statuses: list[tuple[str, Object]] = []
         self.events: list[Object] = []
 
@@ -67,6 +68,16 @@ class Server:
         self._answer()
         return self.torn or json.dumps({"items": list(self.objects.values())}).encode()
 
+    def nodes(self) -> bytes:
+        self._answer()
+        self.asked_nodes += 1
+        return (
+            self.torn
+            or json.dumps(
+                {"items": [{"metadata": {"name": n, **m}} for n, m in self.node_labels.items()]}
+            ).encode()
+        )
+
     def write_status(self, name: str, resource_version: str, status: Object) -> None:
         self._answer()
         if name not in self.objects:
@@ -101,6 +112,7 @@ class Scheduler:
         self.asked: list[str] = []
         self.heard: list[float] = []
         self.refused: frozenset[str] = frozenset()
+        self.labels: Mapping[str, Mapping[str, str]] = {}
 
     async def ask(self, event: PolicyApplied | PolicyDeleted, by: str) -> int:
         assert by == "kubernetes"
@@ -119,9 +131,11 @@ class Scheduler:
         self.own.add(event.policy.name)
         return 1
 
-    def objects_heard(self, heard_s: float, refused: frozenset[str]) -> None:
+    def objects_heard(
+        self, heard_s: float, refused: frozenset[str], labels: Mapping[str, Mapping[str, str]]
+    ) -> None:
         self.heard.append(heard_s)
-        self.refused = refused
+        self.refused, self.labels = refused, labels
 
     def policies_in_force(self) -> tuple[dict[str, CapacityPolicy], frozenset[str]]:
         return dict(self.in_force), frozenset(self.own)
@@ -134,13 +148,14 @@ class Scheduler:
 
 
 class Bench:
-    def __init__(self) -> None:
+    def __init__(self, *label_keys: str) -> None:
         self.server, self.scheduler = Server(), Scheduler()
         self.said: list[str] = []
         self.controller = PolicyController(
             self.server,  # type: ignore[arg-type]
             self.scheduler,
             lambda event, **_: self.said.append(event),
+            label_keys=label_keys,
         )
 
     async def until(self, holds: Callable[[], object]) -> None:
@@ -167,7 +182,7 @@ async def running(bench: Bench) -> AsyncIterator[Bench]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LOOK_S", "STATUS_S"):
+    for name in ("LOOK_S", "STATUS_S", "LABELS_S"):
         monkeypatch.setattr(shell, name, 0.01)
 
 
@@ -215,6 +230,36 @@ async def test_a_server_that_is_gone_says_nothing_fresh_and_what_went_meanwhile_
         await bench.until(lambda: bench.scheduler.heard[-1] > heard_s)
         await bench.until(lambda: not bench.controller.troubles())
     assert bench.said == ["objects_unheard", "objects_heard"]
+
+
+async def test_labels_of_kubernetes_nodes_are_read_by_the_keys_that_were_asked_for() -> None:
+    bench = Bench("pool", "example.com/*")
+    said = {"pool": "a", "example.com/zone": "z", "kubernetes.io/hostname": "n0", "pools": "b"}
+    bench.server.node_labels = {"n0": {"labels": said}, "n1": {}}
+    async with running(bench):
+        wanted = {"n0": {"pool": "a", "example.com/zone": "z"}, "n1": {}}
+        await bench.until(lambda: bench.scheduler.labels == wanted)
+        bench.server.node_labels["n1"] = {"labels": {"pool": "b"}}
+        await bench.until(lambda: bench.scheduler.labels["n1"] == {"pool": "b"})
+        # A torn list, or no answer, makes nothing fresher, and takes no label away.
+        for trouble in ({"torn": b'{"items": [{"metadata": 1}]}'}, {"down": ApiError(403, "no")}):
+            for name, value in trouble.items():
+                setattr(bench.server, name, value)
+            await bench.until(lambda: bench.controller.troubles())
+            heard_s, count = bench.scheduler.heard[-1], len(bench.scheduler.heard)
+            await bench.until(lambda: len(bench.scheduler.heard) > count + 3)  # noqa: B023
+            assert bench.scheduler.heard[-1] == heard_s
+            assert bench.scheduler.labels["n1"] == {"pool": "b"}
+            bench.server.torn, bench.server.down = b"", None
+            await bench.until(lambda: not bench.controller.troubles())
+
+
+async def test_without_keys_no_node_is_asked_for() -> None:
+    bench = Bench()
+    async with running(bench):
+        await bench.until(lambda: len(bench.scheduler.heard) > 5)
+    assert bench.server.asked_nodes == 0
+    assert bench.scheduler.labels == {}
 
 
 async def test_a_server_that_permits_nothing_is_named() -> None:

@@ -207,8 +207,9 @@ def test_a_pod_is_named_whole_and_only_where_its_api_server_is_asked() -> None:
         ["--kubernetes", "--pod", "p"],
         ["--pod", "ns/p"],
         ["--kubeconfig", "config", "--pod", "ns/p"],
+        ["--node-label", "pool"],
     ):
-        with pytest.raises(ConfigError, match="--pod is this pod's NAMESPACE/NAME"):
+        with pytest.raises(ConfigError, match="give --pod NAMESPACE/NAME with --kubernetes"):
             settings_of([*given, *wrong])
 
 

@@ -414,6 +414,16 @@ def test_the_token_reads_policies_writes_their_status_and_tells_of_changes() -> 
         ]
 
 
+def test_labels_of_nodes_are_read_where_they_are_named_and_by_schedulers_alone() -> None:
+    named: Object = {"controller": {"nodeLabels": ["pool", "example.com/*"]}}
+    assert settings_of(words(SCHEDULER, named)[1:]).node_labels == ("pool", "example.com/*")
+    rule = {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]}
+    assert rule in objects(named)["ClusterRole/r-controller"]["rules"]
+    assert rule not in objects()["ClusterRole/r-controller"]["rules"]
+    with_token = [k for k, pod in pods(named).items() if pod["automountServiceAccountToken"]]
+    assert with_token == [SCHEDULER]
+
+
 def test_the_leader_may_label_its_own_pod_and_no_other() -> None:
     found = objects()
     role = {"apiGroups": [""], "resources": ["pods/status"], "verbs": ["patch"]}

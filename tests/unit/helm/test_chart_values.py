@@ -133,6 +133,7 @@ TOGETHER: list[tuple[Object, str]] = [
     ({"store": {"own": {"enabled": False}}}, "there is no store"),
     ({"store": {"user": "rose"}}, "store.passwordSecret"),
     ({"scheduler": {"advertise": "s:443"}}, "scheduler.replicas=1"),
+    ({"controller": {"enabled": False, "nodeLabels": ["pool"]}}, "controller.enabled=true"),
     ({"scheduler": {"policy": "paper", "holdS": 60}}, "scheduler.policy=rose"),
     ({"relay": {"enabled": True}}, "relay.jobs is empty"),
     (joined(RELAY, {"relay": {"jobs": [{"name": "j", "origin": "http://t:1"}]}}), "verifyKey"),
