@@ -155,6 +155,11 @@ class Secrets(Strict):
         " own alone",
         "",
     )
+    node_ca: SecretName = _said(
+        "or of a CA that signs what each node asks for: its certificate as tls.crt and key as"
+        " tls.key, and as ca.crt who vouches for it",
+        "",
+    )
 
 
 class Issuer(Strict):
@@ -172,7 +177,9 @@ class CertManager(Strict):
     issuer: Issuer = _said("a CA of its own for ROSE", Issuer())
     duration: Hours = _said("life of a certificate", "720h")
     renew_before: Hours = _said("how long before its end it is renewed", "240h")
-    nodes: tuple[Name, ...] = _said("names of the Kubernetes nodes that get one", ())
+    nodes: tuple[Name, ...] = _said(
+        "names of the Kubernetes nodes that get one; none: each node asks for its own", ()
+    )
 
 
 class Tls(Strict):

@@ -81,6 +81,9 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "certs": ("rose certs init --cluster prod",),
         "certs init": ("rose certs init --cluster prod",),
         "certs issue": ("rose certs issue operator ada", "rose certs issue node serving-0"),
+        "certs sign-nodes": (
+            "rose certs sign-nodes --dir /ca --signer rose.dev/prod.rose --account prod:rose-node",
+        ),
         "certs show": ("rose certs show certs/operator-ada.pem",),
         "token": ("rose token issue --job grpo --ttl 1h --out grpo.token",),
         "token key": ("rose token key --out token.key",),

@@ -19,6 +19,7 @@ from rose.errors import ConfigError, UnavailableError
 
 PATH: Final = f"/apis/{GROUP}/{VERSION}/{PLURAL}"
 NODES: Final = "/api/v1/nodes?resourceVersion=0"
+REQUESTS: Final = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 EVENTS: Final = f"/api/v1/namespaces/{EVENTS_IN}/events"
 LEADER_LABEL: Final = "rose.dev/leader"
 JSON: Final = "application/json"
@@ -120,6 +121,21 @@ class KubeApi:
         # The right to a pod's status covers its labels, and never its spec.
         path = f"/api/v1/namespaces/{namespace}/pods/{name}/status"
         self._read("PATCH", path, body, content=MERGE)
+
+    def signing_requests(self, signer: str) -> bytes:
+        """Return the JSON of all CertificateSigningRequests for a signer. Raises ApiError."""
+        return self._read("GET", f"{REQUESTS}?fieldSelector=spec.signerName={signer}")
+
+    def judge_request(self, name: str, verdict: str, why: str) -> None:
+        """Set the condition Approved or Denied of a CertificateSigningRequest. Raises ApiError."""
+        said = {"type": verdict, "status": "True", "reason": "RoseNode", "message": why[:MAX_WHY]}
+        body = {"status": {"conditions": [said]}}
+        self._read("PATCH", f"{REQUESTS}/{name}/approval", body, content=MERGE)
+
+    def certify(self, name: str, certificate: str) -> None:
+        """Write the certificate, PEM in base64, of an approved request. Raises ApiError."""
+        body = {"status": {"certificate": certificate}}
+        self._read("PATCH", f"{REQUESTS}/{name}/status", body, content=MERGE)
 
     def _read(
         self,
@@ -236,7 +252,8 @@ def _refusal(code: int, path: str, data: bytes) -> ApiError:
     if code == 404 and path.partition("?")[0] == PATH:
         message = NO_DEFINITION
     elif code == 403:
-        message = f"{message or 'not permitted'}; the chart's role RELEASE-controller has it"
+        whose = "RELEASE-signer" if path.startswith(REQUESTS) else "RELEASE-controller"
+        message = f"{message or 'not permitted'}; the chart's role {whose} has it"
     elif code == 401:
         message = "the API server does not know this token or certificate; renew it"
     return ApiError(code, (message or f"the API server answers {code}")[:MAX_WHY])

@@ -98,7 +98,7 @@ class DevelopmentCa:
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"ROSE {cluster}"[:64])])
         uri = x509.UniformResourceIdentifier(f"spiffe://{TRUST_DOMAIN}/{cluster}")
         certificate = (
-            _builder(name, name, key, life_s)
+            _builder(name, name, key.public_key(), life_s)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(ca=True), critical=True)
             .add_extension(x509.SubjectAlternativeName([uri]), critical=False)
@@ -143,8 +143,31 @@ class DevelopmentCa:
         hosts: names and addresses under which HTTP clients reach its owner. starts_s: seconds from
         now at which it becomes valid, negative for the past.
         """
-        owner = Identity(self.cluster, role, name)
         key = ec.generate_private_key(ec.SECP256R1())
+        signed = self.signed(role, name, key.public_key(), hosts, life_s, starts_s=starts_s)
+        owner = Identity(self.cluster, role, name)
+        issued = Issued(
+            owner, self._folder / f"{role}-{name}.pem", self._folder / f"{role}-{name}.key"
+        )
+        write_private(issued.key, _pem_of(key))
+        write_private(issued.certificate, signed)
+        return issued
+
+    def signed(
+        self,
+        role: Role,
+        name: str,
+        key: ec.EllipticCurvePublicKey,
+        hosts: Sequence[str] = (),
+        life_s: float = LIFE_S,
+        *,
+        starts_s: float = -SKEW_S,
+    ) -> bytes:
+        """Return a certificate for a key as PEM, followed by the CA's own unless that is a root.
+
+        The arguments are those of `issue`.
+        """
+        owner = Identity(self.cluster, role, name)
         subject = x509.Name(
             [x509.NameAttribute(NameOID.COMMON_NAME, f"{role} {name}"[:_MAX_COMMON_NAME])]
         )
@@ -168,12 +191,8 @@ class DevelopmentCa:
             )
             .sign(self._key, hashes.SHA256())
         )
-        issued = Issued(
-            owner, self._folder / f"{role}-{name}.pem", self._folder / f"{role}-{name}.key"
-        )
-        write_private(issued.key, _pem_of(key))
-        write_private(issued.certificate, certificate.public_bytes(Encoding.PEM))
-        return issued
+        root = self._certificate.issuer == self._certificate.subject
+        return certificate.public_bytes(Encoding.PEM) + (b"" if root else self.file.read_bytes())
 
 
 def write_private(path: Path, data: bytes) -> None:
@@ -197,7 +216,7 @@ def write_private(path: Path, data: bytes) -> None:
 def _builder(
     subject: x509.Name,
     issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
+    key: ec.EllipticCurvePublicKey,
     life_s: float,
     starts_s: float = -SKEW_S,
 ) -> x509.CertificateBuilder:
@@ -206,11 +225,11 @@ def _builder(
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
-        .public_key(key.public_key())
+        .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now + datetime.timedelta(seconds=min(starts_s, life_s)))
         .not_valid_after(now + datetime.timedelta(seconds=life_s))
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )
 
 

@@ -28,14 +28,14 @@
 {{- if $control }}{{ $roles = list "scheduler" "operator" }}{{ end }}
 {{- if include "rose.hasGateway" . }}{{ $roles = append $roles "gateway" }}{{ end }}
 {{- if $v.relay.enabled }}{{ $roles = append $roles "relay" }}{{ end }}
-{{- if and $nodes (not $v.tls.certManager.enabled) }}{{ $roles = append $roles "nodes" }}{{ end }}
+{{- if and $nodes (not $v.tls.certManager.enabled) (not $v.tls.secrets.nodeCa) }}{{ $roles = append $roles "nodes" }}{{ end }}
 {{- range $role := $roles }}
 {{- if not (include "rose.secret" (list $ $role)) }}
 {{- fail (printf "tls.secrets.%s is missing, and without certificates the ports would ask nobody who he is: name the secret, or set tls.certManager.enabled, or stay at mode=Advisory, where they are self-made, or fence the network and set tls.insecure=true" $role) }}
 {{- end }}
 {{- end }}
-{{- if and $nodes $v.tls.certManager.enabled (not $v.tls.secrets.nodes) (not $v.tls.certManager.nodes) }}
-{{- fail "tls.certManager.nodes is empty: name the Kubernetes nodes with the label, each gets a certificate of its own; or give tls.secrets.nodes" }}
+{{- if and $v.tls.secrets.nodeCa (or $v.tls.secrets.nodes $v.tls.certManager.nodes) }}
+{{- fail "tls.secrets.nodeCa signs the certificates that nodes ask for: leave it out beside tls.secrets.nodes and tls.certManager.nodes" }}
 {{- end }}
 {{- end }}
 {{- if and (not $control) (not $v.schedulers) }}

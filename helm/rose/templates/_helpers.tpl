@@ -218,12 +218,27 @@ seccompProfile: { type: RuntimeDefault }
 {{- if and .Values.monitoring.podMonitor (not .Values.tls.insecure) }}https{{ else }}http{{ end -}}
 {{- end }}
 
+{{- /* Node pods ask for their certificates, where nobody lists nodes or has a secret for them. */ -}}
+{{- define "rose.nodesAsk" -}}
+{{- $tls := .Values.tls -}}
+{{- if and (include "rose.hasNodes" .) (not $tls.insecure) (not $tls.secrets.nodes) (not $tls.certManager.nodes) (or $tls.secrets.nodeCa $tls.certManager.enabled) }}true{{ end -}}
+{{- end }}
+
+{{- /* The signer's name in requests for certificates: of this release alone. */ -}}
+{{- define "rose.signer" -}}
+rose.dev/{{ .Release.Namespace }}.{{ include "rose.name" . }}
+{{- end }}
+
 {{- /* A secret with the CA of nodes, for who scrapes them. */ -}}
 {{- define "rose.nodeCa" -}}
 {{- if .Values.tls.secrets.nodes -}}
 {{ .Values.tls.secrets.nodes }}
 {{- else if .Values.tls.certManager.nodes -}}
 {{ include "rose.name" . }}-node-{{ first .Values.tls.certManager.nodes }}-tls
+{{- else if .Values.tls.secrets.nodeCa -}}
+{{ .Values.tls.secrets.nodeCa }}
+{{- else if .Values.tls.certManager.enabled -}}
+{{ include "rose.name" . }}-node-ca-tls
 {{- else -}}
 {{ include "rose.name" . }}-ca
 {{- end -}}

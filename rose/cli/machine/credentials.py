@@ -9,6 +9,7 @@ file of mode 0600, and never passed as an argument, which every user of the mach
 
 import argparse
 import datetime
+from functools import partial
 from pathlib import Path
 
 from rose.command_line.output import say
@@ -57,10 +58,16 @@ def _certs_parser(prog: str) -> Parser:
     issue.add_argument("--ttl", type=duration_s, default=LIFE_S, metavar="TIME", help="30d")
     issue.add_argument("--cluster", default="", metavar="NAME", help="where its CA names none")
     issue.set_defaults(run=_issue)
+    sign = commands.add_parser("sign-nodes", help="sign requests of nodes in Kubernetes, by a CA")
+    sign.add_argument("--signer", required=True, metavar="NAME", help="signerName of the requests")
+    sign.add_argument("--account", required=True, metavar="NAMESPACE:NAME", help="who may ask")
+    sign.add_argument("--cluster", default="", metavar="NAME", help="where its CA names none")
+    sign.add_argument("--ttl", type=duration_s, default=LIFE_S, metavar="TIME", help="30d")
+    sign.set_defaults(run=_sign_nodes)
     show = commands.add_parser("show", help="say whose certificates these are, and until when")
     show.add_argument("files", nargs="+", type=Path, metavar="FILE")
     show.set_defaults(run=_show)
-    for command in (init, issue):
+    for command in (init, issue, sign):
         command.add_argument(
             "--dir", type=Path, default=DEFAULT_DIR, metavar="DIR", help=f"default {DEFAULT_DIR}"
         )
@@ -82,6 +89,18 @@ def _issue(args: argparse.Namespace) -> int:
         f"{issued.identity.uri} for {_span(args.ttl)}; start it with --ca {ca.file}"
         f" --certificate {issued.certificate} --key {issued.key}"
     )
+    return 0
+
+
+def _sign_nodes(args: argparse.Namespace) -> int:
+    # Their imports take long, and few commands need them.
+    from rose.controller.kube_api import KubeApi
+    from rose.controller.node_signer import NodeSigner
+
+    open_ca = partial(DevelopmentCa.open, args.dir, args.cluster)
+    open_ca()
+    api = KubeApi.opened(None)
+    NodeSigner(api, open_ca, args.signer, args.account, args.ttl).run(say)
     return 0
 
 

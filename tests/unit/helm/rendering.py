@@ -35,6 +35,10 @@ CERT_MANAGER: Object = {
         "certManager": {"enabled": True, "issuer": {"name": "rose-ca"}, "nodes": ["n0", "n1"]},
     }
 }
+# By cert-manager without a list of nodes: each asks for its own.
+ASK: Object = {
+    "tls": {"insecure": False, "certManager": {"enabled": True, "issuer": {"name": "rose-ca"}}}
+}
 SECRETS: Object = {
     "tls": {
         "insecure": False,

@@ -14,6 +14,7 @@ from elastic_scheduler.capacity import PolicyMode, parse_policy
 from rose.security.roles import Identity, Role, server_name
 from tests.unit.helm.rendering import (
     ACTIVE,
+    ASK,
     CERT_MANAGER,
     CHART,
     DIGEST,
@@ -46,8 +47,9 @@ ALL: tuple[Object, ...] = (
     {"role": "control"},
     joined(TRIAL, {"images": {"control": {"digest": DIGEST}}}),
     joined(SELF_MADE, RELAY),
+    ASK,
 )
-NAMES = ("least", "secrets", "cert-manager", "nodes", "control", "trial", "self-made")
+NAMES = ("least", "secrets", "cert-manager", "nodes", "control", "trial", "self-made", "ask")
 
 
 # ---- lint, defaults ----
@@ -298,7 +300,7 @@ def test_containers_may_do_nothing_that_they_need_not(pod: Object, container: Ob
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     # A pod that asks the API server has a token; test_chart_commands.py has which that is.
-    asks = pod["serviceAccountName"] == "r-scheduler"
+    asks = pod["serviceAccountName"] in ("r-scheduler", "r-signer")
     assert pod["automountServiceAccountToken"] is asks
     assert "@sha256:" in container["image"]
     assert container["resources"]["limits"]["memory"]

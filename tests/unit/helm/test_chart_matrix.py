@@ -9,11 +9,14 @@ from helm_python import lint
 
 from tests.unit.helm.rendering import (
     ACTIVE,
+    ASK,
     CERT_MANAGER,
     CHART,
     LEAST,
     RELAY,
     SECRETS,
+    SELF_MADE,
+    TRIAL,
     Object,
     joined,
     objects,
@@ -34,7 +37,7 @@ MODES: list[Object] = [
     {},
     *(joined(ACTIVE, {"access": way}) for way in ("dra-admin", "runtime-class", "privileged")),
 ]
-IDENTITIES: list[Object] = [{}, SECRETS, CERT_MANAGER]
+IDENTITIES: list[Object] = [{}, SECRETS, CERT_MANAGER, ASK]
 SWITCHES: list[Object] = [
     {},
     joined(
@@ -44,6 +47,8 @@ SWITCHES: list[Object] = [
             "node": {"sharedFolder": {"prepare": True}, "runFolder": "/var/lib/rose"},
             "rbac": {"operators": [{"kind": "ServiceAccount", "name": "ops"}]},
             "imagePullSecrets": ["registry"],
+            "toolbox": {"enabled": True},
+            "controller": {"nodeLabels": ["pool"]},
         },
     ),
     {
@@ -59,7 +64,8 @@ SWITCHES: list[Object] = [
 
 
 def matrix() -> list[Object]:
-    return [joined(*each) for each in itertools.product(ROLES, MODES, IDENTITIES, SWITCHES)]
+    whole = [joined(*each) for each in itertools.product(ROLES, MODES, IDENTITIES, SWITCHES)]
+    return [*whole, TRIAL, joined(TRIAL, SWITCHES[1]), SELF_MADE]
 
 
 @pytest.mark.nightly

@@ -125,7 +125,7 @@ TOGETHER: list[tuple[Object, str]] = [
     ({"trial": True, "store": {"endpoints": ["e:2379"]}}, "leave store.endpoints out"),
     (joined(CERT_MANAGER, {"tls": {"insecure": True}}), "contradict each other"),
     (joined(CERT_MANAGER, {"tls": {"certManager": {"issuer": {"name": ""}}}}), "issuer.name"),
-    (joined(CERT_MANAGER, {"tls": {"certManager": {"nodes": []}}}), "name the Kubernetes nodes"),
+    (joined(CERT_MANAGER, {"tls": {"secrets": {"nodeCa": "ca"}}}), "leave it out beside"),
     (joined(SECRETS, RELAY, {"tls": {"secrets": {"relay": ""}}}), r"tls\.secrets\.relay"),
     ({"role": "nodes"}, "give schedulers"),
     ({"schedulers": ["s:7400"]}, "leave them out, or set role=nodes"),
