@@ -11,6 +11,7 @@ from typing import Final
 MINUTE_S: Final = 60.0
 HOUR_S: Final = 3600.0
 DAY_S: Final = 86400.0
+PERIOD_S: Final = 30 * DAY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ RULES: Final = (
     BurnRule("ticket", 0.10, DAY_S, 2 * HOUR_S),
     BurnRule("ticket", 0.10, 3 * DAY_S, 6 * HOUR_S),
 )
+PAGING: Final = tuple(rule for rule in RULES if rule.severity == "page")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +108,19 @@ class CountRing:
 
 
 class ErrorBudget:
-    """Error budget of one model over `period_s`, from counts of good and bad requests.
+    """Error budget over 30 days from counts of good and bad requests, for the rules that page.
 
-    The clock is passed in. Three rings, 771 slices in all: minutes for windows up to six hours,
-    quarters of an hour for three days, a 120th of the period for the budget itself. A budget that
-    is `pages_only` has two rings of 136 slices, which hold the windows of the rules that page and
-    none above six hours. Requests reported later than the rings hold are left out. Raises
-    ValueError unless `objective` lies in (0, 1] and the period is three days or more.
+    The clock is passed in. Two rings of 136 slices hold the windows of the rules that page, and
+    none above six hours; requests reported later than that are left out. Raises ValueError unless
+    `objective` lies in (0, 1].
     """
 
-    def __init__(
-        self, objective: float, period_s: float = 30 * DAY_S, *, pages_only: bool = False
-    ) -> None:
+    def __init__(self, objective: float) -> None:
         if not 0 < objective <= 1:
             raise ValueError(f"objective is {objective}; give a fraction in (0, 1]")
-        if not (math.isfinite(period_s) and period_s >= 3 * DAY_S):
-            raise ValueError(f"period is {period_s} s; give at least three days")
         self.objective = objective
-        self.period_s = period_s
         # One slice more than the window: the running slice is not full yet.
-        sizes: tuple[tuple[float, int], ...] = (
-            (MINUTE_S, 361),
-            (15 * MINUTE_S, 289),
-            (period_s / 120, 121),
-        )
-        if pages_only:
-            sizes = ((MINUTE_S, 62), (5 * MINUTE_S, 74))
-        self._rings = tuple(CountRing(slice_s, slices) for slice_s, slices in sizes)
+        self._rings = CountRing(MINUTE_S, 62), CountRing(5 * MINUTE_S, 74)
 
     def add(self, now_s: float, good: int, bad: int) -> None:
         """Count requests that ended at `now_s`. Raises ValueError for a negative count."""
@@ -145,26 +133,18 @@ class ErrorBudget:
         """Return share of bad requests ÷ share that may be bad, over the last `window_s` seconds.
 
         0 without traffic, infinite where nothing may be bad and something was, never NaN. Raises
-        ValueError for a window longer than the period.
+        ValueError for a window above six hours.
         """
         good, bad = self.counts(now_s, window_s)
         return burnt(good, bad, self.objective)
 
-    def remaining(self, now_s: float) -> float:
-        """Return the share of the period's budget that is left; below 0 when overspent.
-
-        1 without traffic.
-        """
-        good, bad = self.counts(now_s, self.period_s)
-        return 1.0 - burnt(good, bad, self.objective)
-
-    def alerts(self, now_s: float, rules: tuple[BurnRule, ...] = RULES) -> tuple[BurnAlert, ...]:
+    def alerts(self, now_s: float, rules: tuple[BurnRule, ...] = PAGING) -> tuple[BurnAlert, ...]:
         """Return an alert for each rule whose windows both burn at least as fast as allowed."""
         fired = []
         for rule in rules:
             long_burn = self.burn_rate(now_s, rule.long_s)
             short_burn = self.burn_rate(now_s, rule.short_s)
-            if min(long_burn, short_burn) >= rule.threshold(self.period_s):
+            if min(long_burn, short_burn) >= rule.threshold(PERIOD_S):
                 fired.append(BurnAlert(rule, long_burn, short_burn))
         return tuple(fired)
 
@@ -174,5 +154,4 @@ class ErrorBudget:
         for ring in self._rings:
             if window_s + ring.slice_s <= ring.span_s + 1e-6:
                 return ring.counts(now_s, window_s)
-        longest_s = min(self.period_s, self._rings[-1].span_s - self._rings[-1].slice_s)
-        raise ValueError(f"window of {window_s} s; give at most the period, or {longest_s:g} s")
+        raise ValueError(f"window of {window_s} s; give at most six hours")

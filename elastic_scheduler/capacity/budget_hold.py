@@ -21,10 +21,9 @@ from types import MappingProxyType
 from typing import Final, TypeAlias
 
 from elastic_scheduler.capacity.policy import MaxHostBusy, SloBudget
-from slo import RULES, ErrorBudget
-from slo.error_budget import DAY_S, CountRing, burnt
+from slo import ErrorBudget
+from slo.error_budget import PAGING, PERIOD_S, CountRing, burnt
 
-PAGING: Final = tuple(rule for rule in RULES if rule.severity == "page")
 LONGEST_S: Final = max(rule.long_s for rule in PAGING)
 # Default until a policy sets another one.
 OBJECTIVE: Final = 0.99
@@ -37,7 +36,6 @@ CALM_WINDOW_S: Final = 300.0
 LENT_LATELY_S: Final = 300.0
 LEAST_OF_DEPLOYMENT: Final = 2
 SHARE_OF_DEPLOYMENT: Final = 0.25
-PERIOD_S: Final = 30 * DAY_S
 SLICE_S: Final = PERIOD_S / 120
 # Deployments whose requests are kept over the period; 3 kB each in the store.
 MOST_DEPLOYMENTS: Final = 256
@@ -130,7 +128,7 @@ class BudgetHold:
         """
         host = self._hosts.get(node)
         if host is None:
-            host = self._hosts[node] = _Host(ErrorBudget(OBJECTIVE, pages_only=True))
+            host = self._hosts[node] = _Host(ErrorBudget(OBJECTIVE))
         if good or bad:
             host.budget.add(now_s, good, bad)
             self._count(self._of.get(node, ""), now_s + self._epoch_s, good, bad)
@@ -289,7 +287,7 @@ def _serve_each(node: _Host, hosts: Mapping[str, tuple[int, int]], now_s: float)
         if one is None:
             if len(node.hosts) >= MOST_HOSTS:
                 del node.hosts[min(node.hosts, key=lambda each: node.hosts[each].seen_s)]
-            budget = ErrorBudget(node.budget.objective, pages_only=True)
+            budget = ErrorBudget(node.budget.objective)
             one = node.hosts[name] = _OneHost(budget, now_s)
         one.seen_s = now_s
         if good or bad:
@@ -302,10 +300,10 @@ def _serve_each(node: _Host, hosts: Mapping[str, tuple[int, int]], now_s: float)
 
 def _burnt(budget: ErrorBudget, limit: SloBudget, now_s: float, whose: str) -> str | None:
     """Return the reason if a paging burn-rate rule fires for the budget, None if none does."""
-    for alert in budget.alerts(now_s, PAGING):
+    for alert in budget.alerts(now_s):
         good, bad = budget.counts(now_s, alert.rule.long_s)
         if bad >= limit.min_bad:
-            threshold = alert.rule.threshold(budget.period_s)
+            threshold = alert.rule.threshold(PERIOD_S)
             return (
                 f"SLO budget{whose}: {bad} of {good + bad} requests missed their targets in"
                 f" {alert.rule.long_s / 60:.0f} min; burn rate {alert.long_burn:.1f} there and"

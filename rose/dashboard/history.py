@@ -109,37 +109,39 @@ class RequestLedger:
         self.objective = OBJECTIVE
         # minute -> good and bad with a guest, good and bad without
         self._minutes: deque[list[int]] = deque(maxlen=MINUTES)
-        # minute -> seconds of engines, idle ones of these, requests, their tokens
-        self._use: deque[tuple[int, NDArray[np.float64]]] = deque(maxlen=MINUTES)
+        # The same minutes: engines' seconds, their idle ones, prompt and output tokens.
+        self._use: deque[tuple[float, ...]] = deque(maxlen=MINUTES)
 
-    def add(self, minute: int, good: int, bad: int, *, lends: bool) -> None:
+    def add(
+        self, minute: int, good: int, bad: int, *, lends: bool, use: Sequence[float] = (0, 0, 0, 0)
+    ) -> None:
         """Add requests to this minute: good ones met their targets, bad ones missed one.
 
-        lends: the host has a leased guest.
+        lends: the host has a leased guest. use: engines' seconds, those without requests, and the
+        requests' prompt and output tokens.
         """
         if not self._minutes or self._minutes[-1][0] != minute:
             self._minutes.append([minute, 0, 0, 0, 0])
+            self._use.append((0, 0, 0, 0))
         at = 1 if lends else 3
         self._minutes[-1][at] += good
         self._minutes[-1][at + 1] += bad
-
-    def use(self, minute: int, *sums: float) -> None:
-        """Add to this minute: engines' seconds, their idle ones, requests, prompt and output
-        tokens.
-        """
-        if not self._use or self._use[-1][0] != minute:
-            self._use.append((minute, np.zeros(5)))
-        self._use[-1][1][:] += sums
+        self._use[-1] = tuple(map(sum, zip(self._use[-1], use, strict=True)))
 
     def usage(self, name: str) -> DeploymentUsage | None:
         """Return the deployment's usage in whole minutes; None before the first."""
         steps = [
             UsageStep(
-                minute * MINUTE_S, sums[0] / MINUTE_S, sums[1] / sums[0], *sums[2:] / MINUTE_S
+                minute * MINUTE_S,
+                engine_s / MINUTE_S,
+                idle_s / engine_s,
+                *(each / MINUTE_S for each in (sum(requests), *tokens)),
             )
-            for minute, sums in list(self._use)[1:-1]
-            if sums[0]
-        ]
+            for (minute, *requests), (engine_s, idle_s, *tokens) in zip(
+                self._minutes, self._use, strict=True
+            )
+            if engine_s
+        ][1:-1]
         span_s = steps[-1].at_s - steps[0].at_s + MINUTE_S if steps else 0.0
         return DeploymentUsage(name, "", MINUTE_S, span_s, tuple(steps)) if steps else None
 
@@ -308,10 +310,10 @@ class History:
         if min(since) < 0:  # of a daemon that was started anew
             since = list(counts)
         good, bad, *tokens = since
-        ledger.add(self.minute, good, bad, lends=lends)
         hosts = node.telemetry.hosts or [host]
         idle = sum(not each.running for each in hosts)
-        ledger.use(self.minute, step_s * len(hosts), step_s * idle, good + bad, *tokens)
+        use = step_s * len(hosts), step_s * idle, *tokens
+        ledger.add(self.minute, good, bad, lends=lends, use=use)
 
     def _ledger(self, labels: Mapping[str, str], verdict: NodeVerdict) -> RequestLedger:
         name = labels.get(DEPLOYMENT_LABEL, "")

@@ -4,7 +4,6 @@ It gets the audit log's records. Leases begin and end by the thousand and versio
 these are kept apart from other decisions: no kind pushes another out.
 """
 
-import json
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -16,8 +15,6 @@ MOST_CHARS: Final = 400
 # Grants and ends of leases are counted by minute.
 MINUTE_S: Final = 60.0
 MINUTES: Final = 10
-# Records that may come between what was carried out and its request.
-MOST_BETWEEN: Final = 8
 
 LEASE_EVENTS: Final = {
     "lease_granted": "granted",
@@ -28,29 +25,16 @@ LEASE_EVENTS: Final = {
     "lease_refused": "refused",
     "revoked": "revoked",
 }
-# Operators' requests as the audit log names them.
-ASKED: Final = {
-    "SetHarvestRequest": "harvest set",
-    "ApplyPolicyRequest": "policy applied",
-    "DeletePolicyRequest": "policy deleted",
-    "EndJobRequest": "job ended",
-    "DropJobRequest": "job dropped",
-    "RegisterJobRequest": "job registered",
-    "AnnounceVersionRequest": "version announced",
-    "EndRunRequest": "run ended",
-}
-# The core's records of requests that it carried out: both say the same.
-CARRIED_OUT: Final = {
-    "ApplyPolicyRequest": "policy_applied",
-    "DeletePolicyRequest": "policy_deleted",
-    "EndJobRequest": "job_ended",
-    "DropJobRequest": "job_dropped",
-    "AnnounceVersionRequest": "version_announced",
-    "EndRunRequest": "run_ended",
-}
-VERSION_EVENTS: Final = frozenset({"version_announced", "AnnounceVersionRequest"})
-# Changes of what may be lent: pages show them at once. The request says whose they are.
-ACTS: Final = frozenset({"SetHarvestRequest", "ApplyPolicyRequest", "DeletePolicyRequest"})
+# Requests of which the core's record, of the same caller, says the same.
+RECORDED: Final = frozenset(
+    f"{name}Request"
+    for name in ("ApplyPolicy", "DeletePolicy", "EndJob", "DropJob", "AnnounceVersion", "EndRun")
+)
+VERSION: Final = "version_announced"
+# Other requests, as the audit log names them.
+ASKED: Final = {"SetHarvestRequest": "harvest set", "RegisterJobRequest": "job registered"}
+# Changes of what may be lent: pages show them at once.
+ACTS: Final = frozenset({"SetHarvestRequest", "policy_applied", "policy_deleted"})
 # Fields of a record that pages show, in this order; all others stay in the audit log.
 _TOLD: Final = (
     "mode", "would", "policy", "job", "replica", "version", "parent", "run", "epoch", "reason",
@@ -88,7 +72,7 @@ class JournalEntry:
     @property
     def caller(self) -> str:
         """Name of the caller in words; `the scheduler` for its own decisions."""
-        asked = self.event in ASKED
+        asked = self.is_act or self.event in ASKED or self.event == VERSION
         return self.by or ("a caller without a certificate" if asked else "the scheduler")
 
 
@@ -129,21 +113,21 @@ class Journal:
 
     def heard(self, event: str, fields: Mapping[str, object], by: str, at_s: float) -> bool:
         """Add a record; return True if pages should show it at once. by: the caller."""
+        if event in RECORDED:
+            return False
+        policy = fields.get("policy")
+        if isinstance(policy, Mapping):
+            fields = {**fields, "policy": policy.get("name", "")}
         node = str(fields.get("node", ""))[:MOST_CHARS]
-        about = str(fields.get("job") or _policy(fields) or fields.get("replica", ""))[:MOST_CHARS]
-        decision = JournalEntry(at_s, event, by[:MOST_CHARS], node, _said(event, fields), about)
+        about = next((str(fields[n]) for n in ("job", "policy", "replica") if fields.get(n)), "")
+        said = _said(event, fields)
+        decision = JournalEntry(at_s, event, by[:MOST_CHARS], node, said, about[:MOST_CHARS])
         with self._lock:
             if event in LEASE_EVENTS:
                 self._leases.appendleft(decision)
                 self._count(LEASE_EVENTS[event], at_s)
-                return False
-            entries = self._versions if event in VERSION_EVENTS else self._decisions
-            same = CARRIED_OUT.get(event), decision.by, about
-            for each in list(entries)[:MOST_BETWEEN]:
-                if (each.event, each.by, each.about) == same:
-                    entries.remove(each)
-                    break
-            entries.appendleft(decision)
+            else:
+                (self._versions if event == VERSION else self._decisions).appendleft(decision)
         return decision.is_act
 
     def read(self, now_s: float) -> JournalContent:
@@ -178,17 +162,6 @@ def folded(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
     return list(found.values())
 
 
-def _policy(fields: Mapping[str, object]) -> str:
-    """Return the name of the policy in a record, given as itself, as its name, or as JSON."""
-    policy = fields.get("policy")
-    if isinstance(policy, str) and policy.startswith("{"):
-        try:
-            policy = json.loads(policy)
-        except ValueError:
-            return ""
-    return str(policy.get("name", "")) if isinstance(policy, Mapping) else str(policy or "")
-
-
 def _said(event: str, fields: Mapping[str, object]) -> str:
     parts = []
     for name in _TOLD:
@@ -197,8 +170,6 @@ def _said(event: str, fields: Mapping[str, object]) -> str:
             continue
         if name == "answer" and event != "SetHarvestRequest":
             continue
-        if name == "policy":
-            value = _policy(fields)
         label = "released" if name == "answer" else name
         parts.append(f"{label} {str(value)[:MOST_CHARS]}")
     return ", ".join(parts)[:MOST_CHARS]

@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any, Final
 
 from elastic_scheduler import HarvestMode
-from elastic_scheduler.capacity.budget_hold import PERIOD_S, BudgetLeft
+from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from rose.dashboard.history import FEWEST_REQUESTS, Points, RequestCounts
 from rose.dashboard.journal import JournalEntry, folded
 from rose.dashboard.model import BROKEN_STATES, STATES, Model, NodeRow
 from rose.dashboard.page import NO_DATA, Cell, Page, count, day, latency, span, url
 from rose.dashboard.past import Past
 from rose.rpc import rose_pb2 as pb
-from slo.error_budget import DAY_S
+from slo.error_budget import DAY_S, PERIOD_S
 
 GIB: Final = 1 << 30
 # Points of a chart that its table shows.

@@ -140,9 +140,10 @@ def test_versions_are_kept_apart_said_once_and_folded() -> None:
     ]
     assert [(each.event, each.said, each.times) for each in folded(read.decisions)] == [
         ("capacity_held", "why busy", 3),
-        ("ApplyPolicyRequest", "policy p", 1),
-        ("ApplyPolicyRequest", "policy p", 1),
+        ("policy_applied", "policy p", 1),
+        ("policy_applied", "policy p", 1),
     ]
+    assert {each.caller for each in read.decisions} == {"operator ada", "the scheduler"}
     assert [each.since_s for each in folded(read.decisions)] == [1.0, 3.0, 2.0]
 
 
