@@ -169,11 +169,10 @@ class PrometheusHistory:
     def _latest(self, names: Iterable[str], query: str, now_s: float) -> dict[Labels, float]:
         found: dict[Labels, float] = {}
         for name in names:
-            rows = self._ask("query", query=query.replace("{name}", name), time=f"{now_s:.3f}")
-            for row in rows:
-                value = float(row["value"][1])
-                if math.isfinite(value):
-                    found.setdefault(self._labels(row), value)
+            named = query.replace("{name}", name)
+            for labels, values in self._ask("query", query=named, time=f"{now_s:.3f}").items():
+                for value in values.values():
+                    found.setdefault(labels, value)
         return found
 
     def range(
@@ -183,29 +182,28 @@ class PrometheusHistory:
 
         Raises UnavailableError.
         """
-        rows = self._ask(
+        return self._ask(
             "query_range", query=query, start=f"{start_s:.3f}", end=f"{end_s:.3f}", step=f"{step_s}"
         )
-        return {
-            self._labels(row): {
-                float(at_s): float(value)
-                for at_s, value in row["values"]
-                if math.isfinite(float(value))
-            }
-            for row in rows
-        }
 
     def _labels(self, row: Mapping[str, Any]) -> Labels:
         return tuple((name, row["metric"].get(name, "")) for name in self._by)
 
-    def _ask(self, what: str, **query: str) -> list[Mapping[str, Any]]:
+    def _ask(self, what: str, **query: str) -> dict[Labels, dict[float, float]]:
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         body = urllib.parse.urlencode(query).encode()
         request = urllib.request.Request(f"{self._url}/api/v1/{what}", body, headers)  # noqa: S310
         try:
             with open_directly(request, self._timeout_s) as reply:
                 said = json.loads(reply.read(MOST_ANSWER_BYTES))
-            return list(said["data"]["result"])
+            return {
+                self._labels(row): {
+                    float(at_s): float(value)
+                    for at_s, value in row.get("values", [row.get("value")])
+                    if math.isfinite(float(value))
+                }
+                for row in said["data"]["result"]
+            }
         except urllib.error.HTTPError as error:
             why = error.read(500).decode("utf-8", "replace").strip()
             raise UnavailableError(f"{self._url}: HTTP {error.code}: {why}") from error
@@ -213,7 +211,7 @@ class PrometheusHistory:
             raise UnavailableError(
                 f"{self._url} does not answer ({error}); is it Prometheus's address?"
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
             raise UnavailableError(
                 f"{self._url} does not answer as Prometheus does; is it its address?"
             ) from error

@@ -7,7 +7,6 @@ The simulator takes seconds of processor time, which the scheduler's loop has no
 """
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
@@ -70,15 +69,16 @@ class Advisor:
     async def _advise(self, said: bytes, wall_s: float) -> None:
         pipe = asyncio.subprocess.PIPE
         words = sys.executable, "-c", f"import {__name__} as advisor; advisor.main()"
-        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
+        process = None
         try:
+            process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
             async with asyncio.timeout(LIMIT_S):
                 answer, _ = await process.communicate(said)
             self.newest = AdviceShown(wall_s, **json.loads(answer))
-        except (TimeoutError, ValueError):
+        except (OSError, TimeoutError, ValueError):
             self.newest = AdviceShown(wall_s, ["advice cannot be computed; try `rose advise`"])
         finally:
-            with contextlib.suppress(ProcessLookupError):
+            if process is not None and process.returncode is None:
                 process.kill()
             self._task = None
             self._changed()
@@ -90,14 +90,13 @@ def advised(said: dict[str, Any], now_s: float) -> dict[str, object]:
         DeploymentUsage(**{**each, "moments": tuple(UsageStep(**step) for step in each["moments"])})
         for each in said["usages"]
     ]
-    lines = []
-    try:
-        if said["url"]:
+    lines = [BY_HOSTS]
+    if said["url"]:
+        try:
             usages = PrometheusHistory(said["url"], BY.split(",")).usages(DAYS, now_s)
-        else:
-            lines.append(BY_HOSTS)
-    except RoseError as error:
-        lines += [str(error), BY_HOSTS]
+            lines = []
+        except RoseError as error:
+            lines = [str(error), *(lines if usages else ())]
     if not usages:
         return {"lines": lines}
     ttft_s, tpot_s = said["s"]

@@ -85,6 +85,9 @@
           : next.querySelector("form");
         if (same) same.replaceWith(node);
       }
+      for (const details of next.querySelectorAll("details[id]")) {
+        details.open = byId(details.id)?.open ?? details.open;
+      }
       section.replaceWith(next);
     }
     const main = byId("main");
@@ -269,5 +272,7 @@
   }
 
   draw();
+  // Days come from elsewhere, and no stream has their points.
+  if (document.body.dataset.at.includes("range=")) setInterval(draw, 60000);
   listen();
 })();

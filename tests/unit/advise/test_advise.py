@@ -203,6 +203,7 @@ def test_a_trace_is_advice_too_as_json(tmp_path: Path, capsys: pytest.CaptureFix
         (["--prometheus", "prometheus:9090"], 2, "give http://HOST:PORT"),
         (["--prometheus", "http://127.0.0.1:1"], 4, "is it Prometheus's address?"),
         (["--prometheus", "http://{engine}"], 4, "does not answer as Prometheus does"),
+        (["--prometheus", "http://{torn}"], 4, "does not answer as Prometheus does"),
         (["--prometheus", "http://{engine}", "--days", "0"], 2, "--days is 0; give a number"),
         (["--prometheus", "http://{empty}"], 2, "has no series of vLLM"),
         (["--metrics", "http://127.0.0.1:1/metrics"], 4, "does not answer"),
@@ -232,6 +233,7 @@ def test_bad_input_is_one_line(
     served = {
         "engine": serve(StandInEngines().vllm),
         "page": serve(lambda: "<html>"),
+        "torn": serve(lambda: '{"data": {"result": [{"metric": {}, "values": [[1]]}]}}'),
         "empty": serve(lambda: '{"status": "success", "data": {"result": []}}'),
         "folder": str(tmp_path),
     }
