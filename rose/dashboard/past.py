@@ -72,7 +72,7 @@ class PastReader:
             try:
                 past = self._asked(node, RANGES[span], wall_s)
             except RoseError as error:
-                past = Past([], [], f"{error}; shown are the last ten minutes")
+                past = Past([], [], f"{error} (the last ten minutes are shown)")
             if len(self._kept) >= MOST_KEPT:
                 self._kept.clear()
             self._kept[node, span] = wall_s, past
@@ -100,4 +100,5 @@ class PastReader:
         query = query.replace("$w", f"{max(60, step_s)}s")
         begin_s, end_s = times[0] or 0.0, times[-1] or 0.0
         found = self._history.range(query, begin_s, end_s, step_s).get((), {})
-        return [found.get(at_s or 0.0) for at_s in times]
+        known = (found.get(at_s or 0.0) for at_s in times)
+        return [None if value is None else float(f"{value:.4g}") for value in known]

@@ -14,14 +14,17 @@ from elastic_scheduler import HarvestMode
 from rose.dashboard import DashboardServer, DashboardSettings
 from tests.harness.dashboard_fleet import DashboardFleet
 
-# Before the first look, so that charts have lines, and advice has whole minutes.
-BEFORE_S = 190
+# Before the first look, so that charts have lines.
+BEFORE_S = 60
+# Advice is of whole minutes.
+BEFORE_ADVICE_S = 190
 
 
 async def main(nodes: int, port: int, *, advisory: bool) -> None:
     fleet = DashboardFleet(nodes, advisory=advisory)
     watch = fleet.watch()
-    for _ in range(BEFORE_S if nodes <= 100 else 6):
+    before_s = BEFORE_ADVICE_S if advisory else BEFORE_S
+    for _ in range(before_s if nodes <= 100 else 6):
         fleet.play()
         await watch.look()
     server = DashboardServer(watch, DashboardSettings(port))
