@@ -194,8 +194,8 @@ class History:
         self._fleet.put(
             index,
             (
-                _sum(row[0] for row in known),
-                _sum(row[1] for row in known),
+                known_sum(row[0] for row in known),
+                known_sum(row[1] for row in known),
                 float(sum(row[2] for row in known)),
                 float(sum(row[3] for row in known)),
             ),
@@ -228,15 +228,6 @@ class History:
             return self._at(order), [[None] * len(order) for _ in NODE_LINES]
         return self._at(order), known.ring.read(order)
 
-    def newest_of_fleet(self) -> tuple[float | None, ...]:
-        """Return the newest sample's time and the fleet's values then; all None without samples."""
-        return self._newest(self._fleet, len(FLEET_LINES))
-
-    def newest_of(self, name: str) -> tuple[float | None, ...]:
-        """Return the newest sample's time and a node's values then; all None without samples."""
-        known = self._nodes.get(name)
-        return self._newest(known.ring if known else None, len(NODE_LINES))
-
     def changes(self, name: str) -> tuple[ModeChange, ...]:
         """Return the latest changes of the modes of a node's guests, newest first; () if
         unknown.
@@ -253,7 +244,7 @@ class History:
 
     def fleet_tok_s(self) -> float | None:
         """Return the tokens per second of all nodes' guests, None if unknown."""
-        return _sum(node.tok_s for node in self._nodes.values())
+        return known_sum(node.tok_s for node in self._nodes.values())
 
     # ---- a sample ----
 
@@ -344,13 +335,6 @@ class History:
     def _at(self, order: NDArray[np.intp]) -> Points:
         return [round(float(at_s), 1) for at_s in self._times[order]]
 
-    def _newest(self, ring: Ring | None, lines: int) -> tuple[float | None, ...]:
-        if not self._taken:
-            return (None,) * (lines + 1)
-        order = self._order()[-1:]
-        values = [line[0] for line in ring.read(order)] if ring else [None] * lines
-        return (self._at(order)[0], *values)
-
 
 def is_late(node: NodeSeen) -> bool:
     """Return True if the p95 latency of the node's host misses its target, over 20 requests or
@@ -365,6 +349,7 @@ def is_late(node: NodeSeen) -> bool:
     return any(0 < target_s < said_s for said_s, target_s in pairs)
 
 
-def _sum(values: Iterable[float | None]) -> float | None:
+def known_sum(values: Iterable[float | None]) -> float | None:
+    """Return the sum of the known values; None if all are None."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

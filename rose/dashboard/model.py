@@ -4,7 +4,7 @@ A model is made anew for each snapshot. Panels choose what to show of it and dec
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
@@ -14,7 +14,7 @@ from elastic_scheduler.capacity import LimitKind
 from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from rose.advise import Assumed
 from rose.dashboard.advisor import AdviceShown
-from rose.dashboard.history import History, is_late
+from rose.dashboard.history import History, is_late, known_sum
 from rose.dashboard.journal import JournalContent
 from rose.dashboard.page import Tone
 from rose.rpc import rose_pb2 as pb
@@ -308,9 +308,3 @@ def _behind(job: JobSeen, held_job: str, version: int) -> int:
 
 def _advised_bytes(row: NodeRow) -> float:
     return row.seen.advice.byte_s if row.seen else 0.0
-
-
-def known_sum(values: Iterable[float | None]) -> float | None:
-    """Return the sum of the known values; None if all are None."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None

@@ -149,9 +149,9 @@ class Page:
         """Return the builder of a table's row or a list of labels; changes: record its cells."""
         return RowBuilder(self if changes else None, key, columns)
 
-    def chart(self, key: str, newest: tuple[float | None, ...]) -> str:
-        """Record a chart with its newest point; return "", for templates."""
-        self.points[key] = newest
+    def chart(self, key: str) -> str:
+        """Record a chart, whose newest point is set later; return "", for templates."""
+        self.points[key] = (None,)
         return self.mark(key)
 
 

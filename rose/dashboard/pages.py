@@ -14,7 +14,7 @@ from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from rose.dashboard.history import FEWEST_REQUESTS, Points, RequestCounts
 from rose.dashboard.journal import JournalEntry, folded
-from rose.dashboard.model import BROKEN_STATES, STATES, Model, NodeRow
+from rose.dashboard.model import BROKEN_STATES, STATES, Model
 from rose.dashboard.page import NO_DATA, Cell, Page, count, day, latency, span, url
 from rose.dashboard.past import Past
 from rose.rpc import rose_pb2 as pb
@@ -89,10 +89,14 @@ def page_at(
     page = Page(title, url(path, **known), mode_of(model), model.look.troubles)
     context = {**_HELPERS, "model": model, "look": model.look, "query": known, **given}
     name = known.get("name", "") if path == "/node" else ""
-    context |= {"charted": _charted(model, name, past), "ranges": ranges}
-    page.render(template, model.look.at_s, cluster, past=past, **context)
-    if past is not None and not past.trouble:
-        page.points = dict.fromkeys(page.points, (None,))
+    charted = _charted(model, name, past) if path in ("/", "/node") else ([], [])
+    context |= {"charted": charted, "ranges": ranges, "past": past}
+    page.render(template, model.look.at_s, cluster, **context)
+    if page.points and (past is None or past.trouble):
+        page.points = {
+            key: tuple(line[-1] if line else None for line in lines)
+            for key, lines in _charts(model, name, *charted).items()
+        }
     return page
 
 
@@ -103,34 +107,32 @@ def _charted(model: Model, name: str, past: Past | None) -> tuple[Points, list[P
     return model.history.node(name) if name else model.history.fleet()
 
 
+def _charts(model: Model, name: str, times: Points, lines: list[Points]) -> dict[str, list[Points]]:
+    """Return the times and lines of each chart, in the units that it shows."""
+    row = model.node(name)
+    if row is None:
+        kv_bytes, tok_s, late, _ = lines
+        return {"fleet": [times, _scaled(kv_bytes, 1 / GIB), tok_s, late]}
+    host = row.host or pb.HostTelemetry()
+    flat = [[1e3 * t or None] * len(times) for t in (host.ttft_target_s, host.tpot_target_s)]
+    ttft, tpot, busy, duty, kv_bytes, _ = lines
+    return {
+        "latency": [times, _scaled(ttft, 1e3), flat[0], _scaled(tpot, 1e3), flat[1]],
+        "guest": [times, _scaled(duty, 100), _scaled(busy, 100), _scaled(kv_bytes, 1 / GIB)],
+    }
+
+
 def series_at(model: Model, query: Query, past: Past | None = None) -> dict[str, object] | None:
     """Return the points of the fleet's charts, or of a node's; None for an unknown node."""
     name = query.get("node", "")
-    times, lines = _charted(model, name, past)
-    if not name:
-        kv_bytes, tok_s, late, _ = lines
-        return {"charts": {"fleet": [times, [gib(v) for v in kv_bytes], tok_s, late]}}
-    row = model.node(name)
-    if row is None:
+    if name and model.node(name) is None:
         return None
-    host = row.host
-    targets = (host.ttft_target_s, host.tpot_target_s) if host else (0.0, 0.0)
-    flat = [[_ms(t)] * len(times) for t in targets]
-    ttft, tpot, busy, duty, kv_bytes, _ = lines
     ticks = [
         [round(each.at_s, 1), f"{each.replica}: {each.after}, {each.reason}"]
         for each in model.history.changes(name)
         if each.is_stop
     ]
-    return {
-        "charts": {
-            "latency": [times, _scaled(ttft, 1e3), flat[0], _scaled(tpot, 1e3), flat[1]],
-            "guest": [
-                times, _scaled(duty, 100), _scaled(busy, 100), [gib(v) for v in kv_bytes]
-            ],
-        },
-        "ticks": ticks,
-    }  # fmt: skip
+    return {"charts": _charts(model, name, *_charted(model, name, past)), "ticks": ticks}
 
 
 # ---- pages ----
@@ -139,7 +141,7 @@ def series_at(model: Model, query: Query, past: Past | None = None) -> dict[str,
 def _cluster(model: Model, query: Query) -> Content:
     del query
     history, minute = model.history, model.history.minute
-    newest, act, working = history.newest_of_fleet(), model.look.journal.last_act, model.working
+    act, working = model.look.journal.last_act, model.working
     tok_s = history.fleet_tok_s()
     gpus = model.lendable_gpus
     hosts = NO_DATA if gpus is None else f"{gpus:.1f} hosts' idle compute"
@@ -148,7 +150,6 @@ def _cluster(model: Model, query: Query) -> Content:
         "compute_used": NO_DATA if working is None else f"{working:.1f} guests' worth of {hosts}",
         "tokens": NO_DATA if tok_s is None else f"{count(tok_s)} tokens/s",
         "last_act": _act(act, model.look.since_s),
-        "newest_of_fleet": (newest[0], gib(newest[1]), newest[2], newest[3]),
         "budgets": [
             (
                 name,
@@ -188,19 +189,8 @@ def _node(model: Model, query: Query) -> Content:
     return "node.html", f"Node {name}", {
         "node": row,
         "said": said[:DECISIONS_OF_NODE],
-        "newest": _newest_of(model, row),
         "BROKEN_STATES": BROKEN_STATES,
     }  # fmt: skip
-
-
-def _newest_of(model: Model, row: NodeRow) -> dict[str, tuple[float | None, ...]]:
-    at_s, ttft_s, tpot_s, busy, duty, kv_bytes, _ = model.history.newest_of(row.name)
-    host = row.host
-    ttft_ms, tpot_ms = (_ms(host.ttft_target_s), _ms(host.tpot_target_s)) if host else (None, None)
-    return {
-        "latency": (at_s, _ms(ttft_s), ttft_ms, _ms(tpot_s), tpot_ms),
-        "guest": (at_s, _percent(duty), _percent(busy), gib(kv_bytes)),
-    }
 
 
 def _leases(model: Model, query: Query) -> Content:
@@ -339,11 +329,6 @@ def strip(behind: Mapping[int, int]) -> str:
     return ", ".join(parts) or "none leased"
 
 
-def gib(number: float | None) -> float | None:
-    """Return bytes as GiB for a chart, None for None."""
-    return None if number is None else round(number / GIB, 3)
-
-
 def sparse(times: Sequence[float | None]) -> list[int]:
     """Return the indices of a few evenly spaced points out of all, newest first."""
     return list(range(len(times) - 1, -1, -max(1, -(-len(times) // FIGURES))))
@@ -353,14 +338,6 @@ def _act(act: JournalEntry | None, since_s: float) -> Cell:
     if act is None:
         return Cell(f"none since {day(since_s)}", "quiet", "/decisions")
     return Cell(f"{act.what} ({act.said}) by {act.caller}, {day(act.at_s)}", "", "/decisions")
-
-
-def _ms(seconds: float | None) -> float | None:
-    return round(seconds * 1e3, 2) if seconds else None
-
-
-def _percent(part: float | None) -> float | None:
-    return None if part is None else round(100 * part, 1)
 
 
 def _scaled(points: Sequence[float | None], by: float) -> list[float | None]:

@@ -47,7 +47,6 @@ def test_the_fleet_counts_hosts_that_are_late_beside_what_is_lent() -> None:
     by_name = dict(zip(FLEET_LINES, lines, strict=True))
     assert by_name["late"] == [1.0] * 3
     assert by_name["lending"][-1] == 6.0
-    assert history.newest_of_fleet()[3] == 1.0
 
 
 def test_a_guest_that_is_stopped_is_a_tick_with_its_reason() -> None:
