@@ -131,6 +131,7 @@ async def test_over_the_network_an_operators_certificate_is_asked_for(tmp_path: 
         (["--dashboard-port", "0"], "1 to 65535"),
         (["--dashboard-port", "7480", "--dashboard-host", "0.0.0.0"], "--insecure"),
         (["--dashboard-token-file", "f"], "--dashboard-port"),
+        (["--prometheus", "http://p:9090"], "--prometheus is of a dashboard"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_line(options: list[str], wrong: str) -> None:
