@@ -39,6 +39,9 @@ SURFACES: Final = (
     "v1.attention.backend:AttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata)",
     "v1.worker.utils:AttentionGroup.get_metadata_builder",
     "v1.worker.gpu_model_runner:GPUModelRunner.get_model",
+    "v1.worker.gpu_model_runner:GPUModelRunner[vllm_config, device, attn_groups]",
+    "v1.worker.gpu.model_runner:GPUModelRunner.get_model",
+    "v1.worker.gpu.model_runner:GPUModelRunner[vllm_config, device, attn_groups]",
     "pooling_params:PoolingParams.verify(model_config)",
     "v1.pool.metadata:PoolingMetadata[prompt_lens, prompt_token_ids, prompt_token_ids_cpu,"
     " pooling_params, pooling_states]",
