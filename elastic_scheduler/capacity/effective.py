@@ -4,7 +4,7 @@
     verdict, KV memory of guests, busy share of the host ──> bytes, share of compute ──> sums
 
 Of all policies that match a node the strictest wins, field by field. A node that no policy matches
-lends nothing, and `decided_by` says so.
+lends nothing, and advises by the defaults; `decided_by` says so.
 
 Advice is the capacity that a node would lend by its policies, now and since it attached. Memory is
 the KV memory of its guests, at most `maxHarvest.memory`; compute the share of time in which its
@@ -14,7 +14,7 @@ is None, and adds nothing.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -172,7 +172,7 @@ def effective(
 ) -> EffectivePolicy:
     """Return the effective policy of a node: the strictest of all policies that match, by field.
 
-    A node that no policy matches has mode Off.
+    A node that no policy matches advises, by the defaults of a policy.
     """
     matching = tuple(
         sorted(
@@ -181,7 +181,8 @@ def effective(
         )
     )
     if not matching:
-        return EffectivePolicy(decided_by={"mode": NO_POLICY})
+        advice = effective([CapacityPolicy(name="none")], node, labels)
+        return replace(advice, policies=(), decided_by={"mode": NO_POLICY})
     decided = {"mode": NO_MODE}
     fold = _Fold(matching, decided)
     blackouts = tuple((p.name, window) for p in matching for window in p.blackout_windows)

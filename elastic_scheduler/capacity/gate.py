@@ -571,12 +571,7 @@ class CapacityGate:
     def _verdict(self, node: str, beyond: tuple[Limit, ...], held: Limit | None) -> NodeVerdict:
         policy = self._effective[node]
         if policy.mode is PolicyMode.OFF:
-            whose = policy.decided_by["mode"]
-            limit = (
-                Limit(LimitKind.NO_POLICY, whose)
-                if whose == NO_POLICY
-                else Limit(LimitKind.OFF, f"mode Off ({whose})")
-            )
+            limit = Limit(LimitKind.OFF, f"mode Off ({policy.decided_by['mode']})")
             return NodeVerdict(node, HarvestMode.OFF, HarvestMode.OFF, policy, (limit, *beyond))
         would, limits = self._would(policy, beyond, held)
         advises = self._only_advises(node, policy)
@@ -586,7 +581,10 @@ class CapacityGate:
 
     def _only_advises(self, node: str, policy: EffectivePolicy) -> Limit | None:
         if policy.mode is PolicyMode.ADVISORY:
-            return Limit(LimitKind.ADVISORY, f"mode Advisory ({policy.decided_by['mode']})")
+            whose = policy.decided_by["mode"]
+            if whose == NO_POLICY:
+                return Limit(LimitKind.NO_POLICY, whose)
+            return Limit(LimitKind.ADVISORY, f"mode Advisory ({whose})")
         if node in self._scraped:
             return Limit(LimitKind.SCRAPED, SCRAPED)
         for name in policy.policies:

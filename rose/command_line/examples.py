@@ -115,7 +115,18 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 """Example command lines by the words of a command, without `rose`."""
 
 SERVES: Final = frozenset(
-    {"scheduler", "gateway", "node", "front", "publish", "profile", "relay", "weights", "demo"}
+    {
+        "init",
+        "scheduler",
+        "gateway",
+        "node",
+        "front",
+        "publish",
+        "profile",
+        "relay",
+        "weights",
+        "demo",
+    }
 )
 """Commands that serve until they are stopped, or need engines or checkpoints."""
 

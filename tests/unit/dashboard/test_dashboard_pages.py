@@ -299,7 +299,7 @@ async def test_nodes_worth_a_look_come_first(watched: Watched) -> None:
     states = [text for column, text in rows if column == "1"]
     assert names[:2] == ["serving-0004", "serving-0014"]  # late, and they lend
     assert states[2:5] == ["silent", "silent", "away 0 s"]
-    assert states[-2:] == ["off", "off"]
+    assert states[-2:] == ["advisory", "advisory"]
 
 
 async def test_a_list_shows_a_part_and_leads_to_the_others(watched: Watched) -> None:

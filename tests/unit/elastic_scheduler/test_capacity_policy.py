@@ -24,7 +24,7 @@ from elastic_scheduler.capacity import (
     read_policies,
 )
 from elastic_scheduler.capacity.effective import NO_MODE, NO_POLICY
-from elastic_scheduler.capacity.policy import DailyWindow, most_of
+from elastic_scheduler.capacity.policy import DailyWindow, MaxHostBusy, most_of
 from elastic_scheduler.errors import PolicyError
 
 FULL = {
@@ -245,14 +245,15 @@ def test_of_several_policies_the_strictest_wins_field_by_field() -> None:
     assert all_three.slack_share == 0.1
 
 
-def test_a_node_that_no_policy_matches_lends_nothing_and_says_so() -> None:
+def test_a_node_that_no_policy_matches_advises_by_the_defaults_and_says_so() -> None:
     chat = policy_of(
         {"name": "chat", "mode": "Active", "nodeSelector": {"matchLabels": {"pool": "chat"}}}
     )
     assert effective([chat], "n", {"pool": "chat"}).mode == "Active"
     other = effective([chat], "n", {"pool": "code"})
-    assert other.mode == "Off"
-    assert other.decided_by["mode"] == NO_POLICY
+    assert other.mode == "Advisory"
+    assert (other.policies, other.decided_by) == ((), {"mode": NO_POLICY})
+    assert other.max_host_busy == MaxHostBusy()
 
 
 def test_every_field_that_a_policy_bounds_is_explained_with_its_policy() -> None:
