@@ -5,7 +5,7 @@ usage, or a trace of requests ──► traffic ──► the simulator's what-i
 both ──► idle GPU-hours, tokens for rollouts, users' p99, money, and how sure each of them is
 """
 
-from rose.advise.advice import Assumed, DeploymentAdvice, LendingAdvice, advice_of
-from rose.advise.usage import DeploymentUsage
+# The rest is in `rose.advise.advice`: schedulers read usage, and do without the simulator.
+from rose.advise.usage import DeploymentUsage, PrometheusHistory, UsageStep
 
-__all__ = ["Assumed", "DeploymentAdvice", "DeploymentUsage", "LendingAdvice", "advice_of"]
+__all__ = ["DeploymentUsage", "PrometheusHistory", "UsageStep"]

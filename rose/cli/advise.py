@@ -12,7 +12,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from rose.advise import Assumed, advice_of
+from rose.advise.advice import Assumed, advice_of
 from rose.advise.page import page_of, view
 from rose.advise.usage import BY, PrometheusHistory, trace_usage, watched_usages
 from rose.cli.options import metrics_text

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from rose.advise import Assumed, DeploymentUsage, advice_of
-from rose.advise.page import view
-from rose.advise.usage import BY, PrometheusHistory, UsageStep
+from rose.advise import DeploymentUsage, PrometheusHistory, UsageStep
+from rose.advise.usage import BY
 from rose.errors import RoseError
 
 DAYS: Final = 7.0
+# Usage of hosts is read from memory, a week of Prometheus's is not.
 EVERY_S: Final = 600.0
+EVERY_OF_PROMETHEUS_S: Final = 3_600.0
 LIMIT_S: Final = 300.0
 # Step times of a model whose size nobody says.
 UNSIZED: Final = "8b"
@@ -33,15 +34,16 @@ BY_HOSTS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class AdviceShown:
-    """Advice at `at_s`, Unix seconds: lines, and tables of columns and rows."""
+    """Advice at `at_s`, Unix seconds: lines, and tables of columns and rows; good for `good_s`."""
 
     at_s: float
     lines: Sequence[str]
     tables: Sequence[tuple[Sequence[str], Sequence[Sequence[str]]]] = ()
+    good_s: float = EVERY_S
 
 
 class Advisor:
-    """Keeper of the newest advice, which is computed anew each ten minutes while a page asks."""
+    """Keeper of the newest advice, which is computed anew while a page asks, if it is old."""
 
     def __init__(self, prometheus: str, changed: Callable[[], None]) -> None:
         self.newest: AdviceShown | None = None
@@ -50,8 +52,9 @@ class Advisor:
 
     def due(self, wall_s: float) -> bool:
         """Return True if the newest advice is old and none is computed."""
-        at_s = self.newest.at_s if self.newest else -EVERY_S
-        return self._task is None and not at_s <= wall_s < at_s + EVERY_S
+        newest = self.newest
+        good = newest is not None and newest.at_s <= wall_s < newest.at_s + newest.good_s
+        return self._task is None and not good
 
     def ask(
         self, usages: Sequence[DeploymentUsage], targets_s: Sequence[float], wall_s: float
@@ -84,28 +87,32 @@ class Advisor:
             self._changed()
 
 
-def advised(said: dict[str, Any], now_s: float) -> dict[str, object]:
+def advised(said: dict[str, Any], now_s: float) -> dict[str, Any]:
     """Return the lines and tables of an advice for what an `Advisor` says."""
+    from rose.advise.advice import Assumed, advice_of
+    from rose.advise.page import view
+
     usages = [
         DeploymentUsage(**{**each, "moments": tuple(UsageStep(**step) for step in each["moments"])})
         for each in said["usages"]
     ]
-    lines = [BY_HOSTS]
+    lines, good_s = [BY_HOSTS], EVERY_S
     if said["url"]:
         try:
             usages = PrometheusHistory(said["url"], BY.split(",")).usages(DAYS, now_s)
-            lines = []
+            lines, good_s = [], EVERY_OF_PROMETHEUS_S
         except RoseError as error:
             lines = [str(error), *(lines if usages else ())]
     if not usages:
         return {"lines": lines}
-    ttft_s, tpot_s = said["s"]
+    targets_s = zip(("ttft_s", "tpot_s"), said["s"], strict=True)
+    given = {name: target_s for name, target_s in targets_s if target_s}
     try:
-        made = view(advice_of(usages, Assumed(ttft_s=ttft_s, tpot_s=tpot_s, unsized=UNSIZED)))
+        made = view(advice_of(usages, Assumed(unsized=UNSIZED, **given)))
     except RoseError as error:
         return {"lines": [*lines, str(error)]}
     tables = [(table.columns, table.rows) for table in made.tables]
-    return {"lines": [*lines, *made.lines], "tables": tables}
+    return {"lines": [*lines, *made.lines], "tables": tables, "good_s": good_s}
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_scheduler.capacity import NodeVerdict
-from rose.advise.usage import DeploymentUsage, UsageStep
+from rose.advise import DeploymentUsage, UsageStep
 from rose.scheduler.core.observed import NodeSeen, Observed
 from slo.error_budget import burnt
 

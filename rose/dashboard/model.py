@@ -12,7 +12,6 @@ from typing import Final
 from elastic_scheduler import HarvestMode, ReplicaKind
 from elastic_scheduler.capacity import LimitKind
 from elastic_scheduler.capacity.budget_hold import BudgetLeft
-from rose.advise import Assumed
 from rose.dashboard.advisor import AdviceShown
 from rose.dashboard.history import History, is_late, known_sum
 from rose.dashboard.journal import JournalContent
@@ -186,10 +185,10 @@ class Model:
 
     @property
     def targets_s(self) -> tuple[float, float]:
-        """TTFT and TPOT that hosts promise their users, the loosest ones."""
+        """TTFT and TPOT that hosts promise their users, the loosest ones; 0 without any."""
         hosts = [row.host for row in self.nodes if row.host] or [pb.HostTelemetry()]
         ttft_s, tpot_s = max((each.ttft_target_s, each.tpot_target_s) for each in hosts)
-        return ttft_s or Assumed().ttft_s, tpot_s or Assumed().tpot_s
+        return ttft_s, tpot_s
 
     @cached_property
     def lent_bytes(self) -> int:

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from rose.advise.usage import PrometheusHistory
+from rose.advise import PrometheusHistory
 from rose.dashboard.history import Points
 from rose.errors import RoseError
 

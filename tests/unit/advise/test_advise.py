@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rose.advise import Assumed, advice_of
-from rose.advise.advice import MOST_HOURS, MOST_REQUESTS, UsageTraffic
+from rose.advise.advice import MOST_HOURS, MOST_REQUESTS, Assumed, UsageTraffic, advice_of
 from rose.advise.page import page_of
 from rose.advise.usage import DeploymentUsage, PrometheusHistory, UsageStep, watched_usages
 from rose.cli.main import main as rose

@@ -5,6 +5,7 @@ import html
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict
 from html.parser import HTMLParser
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -13,11 +14,12 @@ import pytest
 
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity.budget_hold import BudgetLeft
-from rose.advise import Assumed, advice_of
+from rose.advise import DeploymentUsage, PrometheusHistory, UsageStep
+from rose.advise.advice import Assumed, advice_of
 from rose.advise.page import view
-from rose.advise.usage import PrometheusHistory
 from rose.cli.main import COMMANDS
 from rose.dashboard import Watch
+from rose.dashboard.advisor import EVERY_OF_PROMETHEUS_S, EVERY_S, advised
 from rose.dashboard.model import STATES
 from rose.dashboard.page import (
     Cell,
@@ -234,6 +236,23 @@ async def test_in_advisory_the_first_page_has_the_figures_of_rose_advise(watched
     assert "0 B of" not in page.said
     assert "chart-fleet" not in page.ids
     assert page.said.index("What lending would bring") < page.said.index("Is it on")
+
+
+def test_advice_without_its_prometheus_is_by_what_hosts_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = [asdict(UsageStep(60.0 * n, 2.0, 0.5, 1.0, 100.0, 20.0)) for n in range(10)]
+    usage = asdict(DeploymentUsage("chat", "", 60.0, 600.0, ())) | {"moments": steps}
+    down = {"url": "http://127.0.0.1:1", "usages": [usage], "s": (0.0, 0.0)}
+    found = advised(down, 0.0)
+    assert "does not answer" in found["lines"][0]
+    assert found["lines"][1].startswith("by what hosts said")
+    assert (found["tables"][0][1][0][0], found["good_s"]) == ("chat", EVERY_S)
+    assert len(advised({**down, "usages": []}, 0.0)["lines"]) == 1
+    known = DeploymentUsage("vllm", "Qwen3-8B", 60.0, 600.0, (UsageStep(**steps[0]),))
+    monkeypatch.setattr(PrometheusHistory, "usages", lambda *_: [known])
+    found = advised(down, 0.0)
+    assert (found["tables"][0][1][0][0], found["good_s"]) == ("vllm", EVERY_OF_PROMETHEUS_S)
 
 
 @pytest.mark.parametrize(
