@@ -154,8 +154,8 @@ def folded(entries: Iterable[JournalEntry]) -> list[JournalEntry]:
     A repeat has the same event, caller, node and subject; operators' changes are never folded.
     """
     found: dict[tuple[object, ...], JournalEntry] = {}
-    for each in entries:
-        act = each.at_s if each.is_act else None
+    for number, each in enumerate(entries):
+        act = number if each.is_act else None
         key = each.event, each.by, each.node, each.about, act
         first = found.setdefault(key, replace(each, times=0))
         found[key] = replace(first, times=first.times + 1, since_s=each.at_s)

@@ -143,6 +143,10 @@ def test_versions_are_kept_apart_said_once_and_folded() -> None:
         ("policy_applied", "policy p", 1),
     ]
     assert {each.caller for each in read.decisions} == {"operator ada", "the scheduler"}
+    for mode in ("hold", "active"):
+        journal.heard("SetHarvestRequest", {"mode": mode}, "operator ada", 500.0)
+    acts = folded(journal.read(500.0).decisions)[:2]
+    assert [each.said for each in acts] == ["mode active", "mode hold"]
     assert [each.since_s for each in folded(read.decisions)] == [1.0, 3.0, 2.0]
 
 
