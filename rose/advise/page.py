@@ -45,7 +45,7 @@ def view(advice: LendingAdvice) -> View:
         money = "" if advice.money_a_day is None else f"{advice.money_a_day:,.0f}"
         total = (f"{advice.gpus:.1f}", "", f"{advice.idle_gpu_hours_a_day:.1f}")
         figures.append(
-            ("all", *total, f"{advice.tokens_a_day:.3g}", f"{advice.saved_a_day:.1f}", money)
+            ("all", *total, _count(advice.tokens_a_day), f"{advice.saved_a_day:.1f}", money)
         )
     columns = ("DEPLOYMENT", "GPUS", "IDLE", "IDLE GPU-H/DAY", "TOKENS/DAY", "GPU-H SAVED/DAY")
     users = [
@@ -76,7 +76,7 @@ def view(advice: LendingAdvice) -> View:
 
 
 def _row(each: DeploymentAdvice) -> tuple[str, ...]:
-    tokens = f"{each.answer.harvested_tokens_a_day:.3g}" if each.answer else ""
+    tokens = _count(each.answer.harvested_tokens_a_day) if each.answer else ""
     saved = f"{each.saved_a_day:.1f}" if each.answer else ""
     money = "" if each.money_a_day is None else f"{each.money_a_day:,.0f}"
     idle = f"{each.idle_gpu_hours_a_day:.1f}"
@@ -97,3 +97,11 @@ def _users(each: DeploymentAdvice) -> list[tuple[str, str, str, str]]:
 
 def _doubts(each: DeploymentAdvice) -> tuple[str, ...]:
     return (*each.sure, *([f"not simulated: {each.trouble}"] if each.trouble else []))
+
+
+def _count(number: float) -> str:
+    """Return a large number for people, as 474 k."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.3g}"
