@@ -185,14 +185,19 @@ class DevelopmentCa:
             .add_extension(_usage(ca=False), critical=True)
             .add_extension(usages, critical=False)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()),
-                critical=False,
-            )
+            .add_extension(self._key_id(), critical=False)
             .sign(self._key, hashes.SHA256())
         )
         root = self._certificate.issuer == self._certificate.subject
         return certificate.public_bytes(Encoding.PEM) + (b"" if root else self.file.read_bytes())
+
+    def _key_id(self) -> x509.AuthorityKeyIdentifier:
+        """Return the CA's own identifier of its key, which others derive in other ways."""
+        try:
+            own = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier)
+        except x509.ExtensionNotFound:
+            return x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        return x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own.value)
 
 
 def write_private(path: Path, data: bytes) -> None:

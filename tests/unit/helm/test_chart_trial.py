@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 from helm_python import Chart, HelmError
 
 from rose.cli.exit_codes import ExitCode
@@ -103,6 +104,11 @@ def test_a_pod_of_a_trial_issues_its_own_certificate(key: str, issued: Path) -> 
     ca, certificate, key_file = (issued / "tls" / f for f in ("ca.crt", "tls.crt", "tls.key"))
     identity = CertificateFiles(ca, certificate, key_file).identity
     assert (identity.cluster, identity.role, identity.name) == ("rose", *IDENTITIES[key])
+    # OpenSSL looks for an issuer by the identifier that Go gave it, which is not Python's.
+    leaf, above = (x509.load_pem_x509_certificate(f.read_bytes()) for f in (certificate, ca))
+    asked = leaf.extensions.get_extension_for_class(x509.AuthorityKeyIdentifier).value
+    own = above.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
+    assert asked.key_identifier == own.digest
     assert key_file.stat().st_mode & 0o777 == 0o600
     # A pod that goes on renews it; one that ends, a job's, does not wait for that.
     assert (issuer.get("restartPolicy") == "Always") is ("Deployment" in key or "Daemon" in key)
