@@ -134,7 +134,7 @@ class ReleaseMachine:
                 assert self.done(key, each) == 0, each["name"]
                 continue
             name = f"{key}/{each['name']}"
-            # What it starts ends with it.
+            # A group of its own, so that its pauses end with it.
             self._running[name] = subprocess.Popen(
                 self._words(key, each), env=self._env(each, key), start_new_session=True
             )
@@ -184,7 +184,7 @@ class ReleaseMachine:
             if "tcpSocket" in asked:
                 socket.create_connection(address.split(":"), timeout=5).close()  # type: ignore[arg-type]
             else:
-                # As the kubelet: it checks no certificate.
+                # A kubelet checks no certificate either.
                 context = ssl._create_unverified_context()
                 url = f"{how.get('scheme', 'HTTP').lower()}://{address}{how['path']}"
                 urllib.request.urlopen(url, timeout=5, context=context).close()
@@ -358,7 +358,7 @@ def seated(folder: Path, user: int) -> Iterator[None]:
 
 
 def test_day_one_ends_in_figures_of_a_host_by_certificates_that_pods_made() -> None:
-    """What the four commands of the page start, and what the last one prints."""
+    """The pods of the four commands of the page run, and the last command prints figures."""
     with installed(of_sources(), TRIAL) as machine:
         began_s = time.monotonic()
         user = pods(machine.values)["DaemonSet/r-node"]["securityContext"]["runAsUser"]
