@@ -39,6 +39,18 @@ CERT_MANAGER: Object = {
 ASK: Object = {
     "tls": {"insecure": False, "certManager": {"enabled": True, "issuer": {"name": "rose-ca"}}}
 }
+# Each asks for its own, of a CA that is not cert-manager's.
+OWN_CA: Object = {
+    "tls": {
+        "insecure": False,
+        "secrets": {
+            "scheduler": "s",
+            "gateway": "g",
+            "operator": "o",
+            "nodeCa": "own-ca",
+        },
+    }
+}
 SECRETS: Object = {
     "tls": {
         "insecure": False,

@@ -5,19 +5,35 @@ run jobs and pods is stood in for here. A server without CronJobs of batch/v1 or
 chart without those objects.
 """
 
+import base64
 import contextlib
 import json
 import re
+import shlex
 import shutil
+import subprocess
+import sys
 import threading
+import time
 import urllib.error
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+import urllib3
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from helm_python import Config, HelmError
 
+from rose.cli.main import parser_of
+from rose.controller.kube_api import REQUESTS, ApiError, KubeApi
+from rose.controller.node_signer import NODE, NodeSigner
+from rose.security.development_ca import DevelopmentCa
 from tests.harness.api_server import APPLY, KUBECONFIG, MARKS, MERGE, POLL_S, STRATEGIC, ApiServer
 from tests.harness.waiting import until
 from tests.unit.helm.rendering import (
@@ -26,6 +42,7 @@ from tests.unit.helm.rendering import (
     CHART,
     LEAST,
     NAMESPACE,
+    OWN_CA,
     RELAY,
     SECRETS,
     TRIAL,
@@ -236,3 +253,195 @@ def test_what_is_rendered_is_applied_by_the_server(server: ApiServer, values: Ob
     for path in accounts:
         server.call(path, "DELETE")
     assert asked > 20
+
+
+# ---- day one ----
+
+ROOT = CHART.parents[1]
+HOST = {
+    "apiVersion": "apps/v1",
+    "kind": "Deployment",
+    "metadata": {"name": "chat"},
+    "spec": {
+        "selector": {"matchLabels": {"app": "chat"}},
+        "template": {
+            "metadata": {"labels": {"app": "chat"}},
+            "spec": {"containers": [{"name": "vllm", "image": "vllm"}]},
+        },
+    },
+}
+
+
+def kubectl(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    built = Path.home() / ".cache" / "rose-kube" / "bin" / "kubectl"
+    program = shutil.which("kubectl") or str(built)
+    return subprocess.run(
+        [program, f"--kubeconfig={KUBECONFIG}", *words], cwd=cwd, capture_output=True, text=True
+    )
+
+
+def day_one() -> tuple[list[list[str]], str]:
+    """The commands of the page, and the patch of a host that one of them names."""
+    page = (ROOT / "docs" / "operators" / "install.md").read_text()
+    part = page.partition("## Day one")[2]
+    commands, patch = re.findall(r"```(?:bash|yaml)\n(.*?)```", part, re.S)[:2]
+    lines = commands.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines], patch
+
+
+def test_day_one_is_four_commands(
+    server: ApiServer, stand_in: StandIn, chart: str, tmp_path: Path
+) -> None:
+    commands, patch = day_one()
+    assert len(commands) == 4
+    install, label, host, explain = commands
+    (tmp_path / "rose-host.yaml").write_text(patch)
+    # A cluster with a machine and a server of models on it.
+    machine: Object = {"metadata": {"name": "serving-0"}}
+    if not server.has("/api/v1/nodes/serving-0"):
+        server.call("/api/v1/nodes", "POST", machine)
+        server.call("/api/v1/namespaces", "POST", {"metadata": {"name": "serving"}})
+        server.call("/apis/apps/v1/namespaces/serving/deployments", "POST", HOST)
+    began_s = time.monotonic()
+    assert install[:4] == ["helm", "install", "rose", "helm/rose"]
+    assert install[4:7] == ["--namespace", NAMESPACE, "--create-namespace"]
+    given = dict(each.split("=", 1) for each in install[7:] if each != "--set")
+    assert given.keys() == {"trial", "images.control.repository"}
+    values: Object = {
+        "trial": given["trial"] == "true",
+        "images": {"control": {"repository": given["images.control.repository"]}},
+        "crds": {"install": False},
+    }
+    helm = Config(kubeconfig_path=KUBECONFIG, namespace=NAMESPACE)
+    helm.install(chart, "rose", values, timeout=60)
+    try:
+        for words in (label, host):
+            done = kubectl(*words[1:], cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
+        took_s = time.monotonic() - began_s
+        sys.stdout.write(f"three of four commands: {took_s:.1f} s\n")
+        assert took_s < 60
+        selector = {"rose.dev/harvest": "enabled"}
+        labels = server.call("/api/v1/nodes/serving-0")["metadata"]["labels"]
+        assert selector.items() <= labels.items()
+        (vllm,) = server.call("/apis/apps/v1/namespaces/serving/deployments/chat")["spec"][
+            "template"
+        ]["spec"]["containers"]
+        assert vllm["image"] == "vllm"
+        assert {"name": "ROSE_ROLE", "value": "host"} in vllm["env"]
+        # Pods run in test_chart_processes.py; here is what the last command names.
+        assert explain[:5] == ["kubectl", "-n", NAMESPACE, "exec", "deploy/rose-toolbox"]
+        path = f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments/rose-toolbox"
+        assert server.has(path)
+        assert callable(parser_of(explain[7]).parse_args(explain[8:]).run)
+    finally:
+        helm.uninstall("rose", timeout=60)
+
+
+class Posing:
+    """Configuration of the client of an administrator who poses as a pod of the release."""
+
+    def __init__(self, host: str, pod: str, **extra: str) -> None:
+        self.host = host
+        account = f"system:serviceaccount:{NAMESPACE}:{RELEASE}-{pod}"
+        self._headers = {"Impersonate-User": account, **extra}
+
+    def auth_settings(self) -> Object:
+        return {key: {"key": key, "value": value} for key, value in self._headers.items()}
+
+
+@contextlib.contextmanager
+def administrator(server: ApiServer) -> Iterator[urllib3.PoolManager]:
+    said = yaml.safe_load(Path(KUBECONFIG).read_text())["users"][0]["user"]
+    certificate, key = said["client-certificate"], said["client-key"]
+    with urllib3.PoolManager(ca_certs=server.ca, cert_file=certificate, key_file=key) as pool:
+        yield pool
+
+
+def test_a_schedulers_token_labels_a_pod_and_changes_no_spec(
+    server: ApiServer, stand_in: StandIn, chart: str
+) -> None:
+    helm = Config(kubeconfig_path=KUBECONFIG, namespace=NAMESPACE)
+    named: Object = {"crds": {"install": False}, "controller": {"nodeLabels": ["rose.dev/*"]}}
+    helm.install(chart, RELEASE, joined(LEAST, named), timeout=60)
+    pods = f"/api/v1/namespaces/{NAMESPACE}/pods"
+    pod: Object = {
+        "metadata": {"name": "own"},
+        "spec": {
+            "serviceAccountName": f"{RELEASE}-scheduler",
+            "automountServiceAccountToken": False,
+            "containers": [{"name": "scheduler", "image": "rose"}],
+        },
+    }
+    server.call(pods, "POST", pod)
+    try:
+        with administrator(server) as pool:
+            api = KubeApi(pool, Posing(server.url, "scheduler"))
+            for leads, labels in ((True, {"rose.dev/leader": "true"}), (False, {})):
+                api.mark_leader(f"{NAMESPACE}/own", leads)
+                assert server.call(f"{pods}/own")["metadata"].get("labels", {}) == labels
+            spec = {"spec": {"containers": [{"name": "scheduler", "image": "evil"}]}}
+            with pytest.raises(ApiError, match="cannot patch resource"):
+                api._read("PATCH", f"{pods}/own", spec, content=MERGE)
+            api._read("PATCH", f"{pods}/own/status", spec, content=MERGE)
+            assert server.call(f"{pods}/own")["spec"]["containers"][0]["image"] == "rose"
+            assert {"metadata"} <= json.loads(api.nodes()).keys(), "nodes may be listed"
+            with pytest.raises(ApiError, match="cannot list resource"):
+                api._read("GET", f"/api/v1/namespaces/{NAMESPACE}/secrets")
+    finally:
+        server.call(f"{pods}/own?gracePeriodSeconds=0", "DELETE")
+        helm.uninstall(RELEASE, timeout=60)
+
+
+def test_a_node_asks_and_the_signer_signs_by_the_rights_that_they_have(
+    server: ApiServer, stand_in: StandIn, chart: str, tmp_path: Path
+) -> None:
+    helm = Config(kubeconfig_path=KUBECONFIG, namespace=NAMESPACE)
+    values = joined(LEAST, OWN_CA, {"crds": {"install": False}})
+    helm.install(chart, RELEASE, values, timeout=60)
+    # A token that is bound to a pod says its node, since Kubernetes 1.30.
+    bound = {f"Impersonate-Extra-{quote(NODE, safe='')}": "n0"}
+    ca = DevelopmentCa.make(tmp_path, "rose")
+    account, signer = f"{NAMESPACE}:{RELEASE}-node", f"rose.dev/{NAMESPACE}.{RELEASE}"
+    try:
+        with administrator(server) as pool:
+            node = KubeApi(pool, Posing(server.url, "node", **bound))
+            other = KubeApi(pool, Posing(server.url, "gateway", **bound))
+            signs = KubeApi(pool, Posing(server.url, "signer"))
+            made = json.loads(node._read("POST", REQUESTS, asked_by_a_node(signer)))
+            with pytest.raises(ApiError, match="cannot create resource"):
+                other._read("POST", REQUESTS, asked_by_a_node(signer))
+            # An administrator's is a stranger's.
+            stranger = server.call(REQUESTS, "POST", asked_by_a_node(signer))
+            kubelet = server.call(REQUESTS, "POST", asked_by_a_node("rose.dev/other.release"))
+            lines = NodeSigner(signs, lambda: ca, signer, account, 3_600.0).look()
+            assert sorted(line.partition(": ")[2][:20] for line in lines) == [
+                "a certificate of node"[:20],
+                "denied: rose-system:"[:20],
+            ]
+            assert NodeSigner(signs, lambda: ca, signer, account, 3_600.0).look() == []
+            name = made["metadata"]["name"]
+            status = json.loads(node._read("GET", f"{REQUESTS}/{name}"))["status"]
+            assert b"BEGIN CERTIFICATE" in base64.b64decode(status["certificate"])
+            refused = server.call(f"{REQUESTS}/{stranger['metadata']['name']}")["status"]
+            assert refused["conditions"][0]["type"] == "Denied"
+            # Its rights are of one signer's name.
+            with pytest.raises(ApiError, match="not permitted to approve"):
+                signs.judge_request(kubelet["metadata"]["name"], "Approved", "")
+    finally:
+        helm.uninstall(RELEASE, timeout=60)
+
+
+def asked_by_a_node(signer: str) -> Object:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "node")])
+    asked = x509.CertificateSigningRequestBuilder().subject_name(name).sign(key, hashes.SHA256())
+    pem = asked.public_bytes(serialization.Encoding.PEM)
+    return {
+        "metadata": {"generateName": "rose-node-"},
+        "spec": {
+            "signerName": signer,
+            "request": base64.b64encode(pem).decode(),
+            "usages": ["digital signature", "server auth", "client auth"],
+        },
+    }

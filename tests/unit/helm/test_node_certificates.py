@@ -35,6 +35,7 @@ from tests.unit.helm.rendering import (
     ASK,
     CERT_MANAGER,
     CHART,
+    OWN_CA,
     Object,
     containers,
     node_container,
@@ -46,17 +47,6 @@ from tests.unit.helm.rendering import (
 ACCOUNT, SIGNER = "rose-system:r-node", "rose.dev/rose-system.r"
 USERNAME = f"system:serviceaccount:{ACCOUNT}"
 PEM = serialization.Encoding.PEM
-OWN_CA: Object = {
-    "tls": {
-        "insecure": False,
-        "secrets": {
-            "scheduler": "s",
-            "gateway": "g",
-            "operator": "o",
-            "nodeCa": "own-ca",
-        },
-    }
-}
 LISTED: Object = CERT_MANAGER
 
 
