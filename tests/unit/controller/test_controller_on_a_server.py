@@ -273,7 +273,7 @@ async def test_an_object_becomes_a_policy_and_says_what_became_of_it(
         }
         for kind, said in calm.items():
             await run.until(lambda k=kind: objects.condition("chat", k), said, kind)
-        objects.put("everywhere", stopPolicy="Hold")
+        objects.put("everywhere", mode="Advisory")
         await run.until(run.mode, pb.HARVEST_MODE_OFF, "the other one only advises")
         conflict = ("True", "LimitedByOther")
         await run.until(lambda: objects.condition("chat", "Conflicted"), conflict, "a conflict")
@@ -435,7 +435,7 @@ async def test_without_permission_one_line_says_so_and_the_charts_role_is_enough
                     each["subjects"] = [
                         {"kind": "ServiceAccount", "name": account, "namespace": "default"}
                     ]
-                space = "namespaces/default/" if "namespace" in each["metadata"] else ""
+                space = "" if kind.startswith("Cluster") else "namespaces/default/"
                 path = f"{rbac}/{space}{kind.lower()}s"
                 server.create(path, each)
                 made.append(f"{path}/{name}")

@@ -112,10 +112,9 @@ def test_the_command_lines_policy_has_its_name(server: ApiServer) -> None:
     assert "the command line's own policy" in refusal(caught.value)
 
 
-def test_a_new_policy_advises_and_other_defaults_are_not_written(server: ApiServer) -> None:
+def test_a_new_policy_has_no_mode_and_defaults_are_not_written(server: ApiServer) -> None:
     made = server.call(TRIED, "POST", policy())
-    assert made["spec"]["mode"] == "Advisory"
-    assert made["spec"].keys() <= {"mode", "stopPolicy"}
+    assert made["spec"].keys() <= {"stopPolicy"}
 
 
 def test_spec_and_status_are_written_apart(server: ApiServer) -> None:
@@ -123,7 +122,7 @@ def test_spec_and_status_are_written_apart(server: ApiServer) -> None:
     made = server.call(PATH, "POST", policy())
     status: Object = {"status": {"observedGeneration": 1}, "spec": {"mode": "Off"}}
     after = server.call(f"{PATH}/{NAME}/status", "PATCH", status, kind=MERGE)
-    assert after["spec"]["mode"] == "Advisory"
+    assert "mode" not in after["spec"]
     assert after["status"]["observedGeneration"] == 1
     assert after["metadata"]["generation"] == made["metadata"]["generation"]
     both = server.call(
