@@ -15,7 +15,6 @@ import asyncio
 import base64
 import binascii
 import contextlib
-import hmac
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,8 +32,8 @@ from rose.dashboard.watch import BusyError, Watch
 from rose.errors import ConfigError
 from rose.process.http_port import HttpPort
 from rose.security.certificates import CertificateFiles, peer_over
-from rose.security.keys import check_no_key
 from rose.security.roles import Role
+from rose.security.tokens import SecretFile
 
 # A viewer that takes nothing for so long is gone.
 WRITE_S: Final = 10.0
@@ -52,8 +51,6 @@ HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-LEAST_TOKEN_CHARS: Final = 16
-MAX_TOKEN_BYTES: Final = 4_096
 REALM: Final = 'Basic realm="ROSE dashboard", charset="UTF-8"'
 
 
@@ -124,38 +121,6 @@ def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:
     )
 
 
-class DashboardToken:
-    """Secret in a file, which is read again at each check, so that it may be replaced."""
-
-    def __init__(self, path: Path) -> None:
-        """Raise ConfigError for a file without a usable token."""
-        self._path = path
-        self._read()
-
-    def has(self, shown: str) -> bool:
-        """Return True if `shown` is the token; False while the file has no usable token."""
-        try:
-            return hmac.compare_digest(self._read(), shown.encode("utf-8", "replace"))
-        except ConfigError:
-            return False
-
-    def _read(self) -> bytes:
-        try:
-            with self._path.open("rb") as file:
-                token = file.read(MAX_TOKEN_BYTES).strip()
-        except OSError as error:
-            raise ConfigError(
-                f"--dashboard-token-file {self._path} cannot be read ({error.strerror})"
-            ) from error
-        check_no_key(self._path, token)
-        if len(token) < LEAST_TOKEN_CHARS:
-            raise ConfigError(
-                f"--dashboard-token-file {self._path} holds {len(token)} characters; put at least"
-                f" {LEAST_TOKEN_CHARS} there: openssl rand -hex 32"
-            )
-        return token
-
-
 class Access:
     """Check of who may read the dashboard. tls: True if its port speaks TLS."""
 
@@ -163,7 +128,7 @@ class Access:
         self,
         host: str,
         certificates: CertificateFiles | None,
-        token: DashboardToken | None,
+        token: SecretFile | None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._local = is_loopback(host)
@@ -241,7 +206,8 @@ class DashboardServer:
         self._watch = watch
         self._settings = settings
         self._certificates = certificates
-        token = DashboardToken(settings.token_file) if settings.token_file else None
+        file = settings.token_file
+        token = SecretFile(file, "--dashboard-token-file") if file else None
         self._access = Access(settings.host, certificates, token)
         self._listening: HttpPort | None = None
         self._streams: set[asyncio.Task[None]] = set()

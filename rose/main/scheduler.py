@@ -28,6 +28,7 @@ from rose.command_line.parser import (
     check_metrics_port,
     taken_log_limits,
 )
+from rose.controller.alerts import AlertReceiver
 from rose.controller.controller import PolicyController
 from rose.controller.kube_api import LEADER_LABEL, ApiError, KubeApi
 from rose.dashboard import (
@@ -114,6 +115,9 @@ class SchedulerSettings:
     pod: str = ""
     node_labels: tuple[str, ...] = ()
     dashboard: DashboardSettings | None = None
+    alerts: Path | None = None
+    alerts_token_file: Path | None = None
+    alerts_address: str = ""
 
     def __post_init__(self) -> None:
         if self.certificates is None:
@@ -141,8 +145,21 @@ class SchedulerSettings:
                 "give --pod NAMESPACE/NAME with --kubernetes, and --node-label with that or"
                 " --kubeconfig"
             )
+        self._check_alerts()
         if self.advertise and not is_address(self.advertise):
             raise ConfigError(f"{self.advertise!r} is no address; give --advertise HOST:PORT")
+
+    def _check_alerts(self) -> None:
+        if (self.alerts is None) is not (self.alerts_token_file is None):
+            raise ConfigError(
+                "--alerts and --alerts-token-file need each other: Alertmanager shows the token;"
+                " make one: openssl rand -hex 32"
+            )
+        if self.alerts and not is_address(self.alerts_address):
+            raise ConfigError(f"--alerts-address {self.alerts_address!r}: give HOST:PORT")
+        if self.alerts and self.certificates is None:
+            host = self.alerts_address.rpartition(":")[0].strip("[]")
+            check_exposure(host, self.insecure, "read the token and end holds")
 
     def reached_at(self, port: int) -> str:
         """Return HOST:PORT by which clients reach a scheduler bound to `port`; "" if it binds all
@@ -231,6 +248,19 @@ def parser(prog: str = "rose scheduler") -> Parser:
         " are not believed about it (repeatable; with --kubernetes)",
     )
     add_dashboard_options(parser)
+    alerts = parser.add_argument_group("alerts", "holds that Alertmanager begins and ends")
+    alerts.add_argument(
+        "--alerts", type=Path, metavar="RULES", help="YAML: which alerts hold which nodes"
+    )
+    alerts.add_argument(
+        "--alerts-token-file", type=Path, metavar="FILE", help="bearer token of Alertmanager"
+    )
+    alerts.add_argument(
+        "--alerts-address",
+        default="127.0.0.1:7490",
+        metavar="HOST:PORT",
+        help="where it posts, /v1/alerts (default 127.0.0.1:7490; others over TLS)",
+    )
     add_certificate_options(parser)
     return parser
 
@@ -335,6 +365,12 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             marks = Background(events.write)
             marks.start("mark", partial(_mark, api, settings.pod, handlers, events), restarts=None)
             stack.push_async_callback(marks.close)
+
+        if settings.alerts is not None and settings.alerts_token_file is not None:
+            rules, token = settings.alerts, settings.alerts_token_file
+            alerts = AlertReceiver(rules, token, lambda: handlers.service_now, events.write)
+            await alerts.start(settings.alerts_address, settings.certificates)
+            stack.push_async_callback(alerts.close)
 
         def known() -> bool:
             return stop.is_set() or handlers.leads or leadership.address not in ("", me)

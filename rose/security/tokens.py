@@ -10,6 +10,7 @@ revoked: it lives for an hour by default, a day at most, and its file is replace
 
 import base64
 import binascii
+import hmac
 import secrets
 import time
 from collections.abc import Callable
@@ -158,6 +159,33 @@ class TokenFile:
     def token(self) -> str:
         """Return the file's token, or the last usable one while the file cannot be read."""
         return self._file.newest()
+
+
+class SecretFile:
+    """Secret in a file, which is read again at each check, so that it may be replaced."""
+
+    def __init__(self, path: Path, option: str, least_chars: int = 16) -> None:
+        """Read the secret. option: names the file in errors. Raises ConfigError without one."""
+        self._path, self._option, self._least_chars = path, option, least_chars
+        self._read()
+
+    def has(self, shown: str) -> bool:
+        """Return True if `shown` is the secret; False while the file has no usable one."""
+        try:
+            return hmac.compare_digest(self._read(), shown.encode("utf-8", "replace"))
+        except ConfigError:
+            return False
+
+    def _read(self) -> bytes:
+        unread = f"{self._option} {{}} cannot be read"
+        secret = read_bounded(self._path, MAX_FILE_BYTES, unread).strip()
+        check_no_key(self._path, secret)
+        if len(secret) < self._least_chars:
+            raise ConfigError(
+                f"{self._option} {self._path} holds {len(secret)} characters; put at least"
+                f" {self._least_chars} there: openssl rand -hex 32"
+            )
+        return secret
 
 
 def _claims_of(token: str, keys: Keys) -> Claims:

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +24,13 @@ from cryptography.hazmat.primitives.serialization import (
 
 from rose.cli.main import main
 from rose.client.credentials import GatewayCredentials, Shown
-from rose.dashboard.server import DashboardToken
 from rose.errors import ConfigError
 from rose.integrations.settings import TrainerSettings
 from rose.node.config import NodeConfig
 from rose.security import CertificateFiles, Role
 from rose.security.development_ca import DevelopmentCa
 from rose.security.keys import public_key, signing_key
-from rose.security.tokens import TokenFile, TokenVerifier, issue
+from rose.security.tokens import SecretFile, TokenFile, TokenVerifier, issue
 from rose.store.etcd import EtcdAccess
 from rose.weight_distribution import Credentials
 from rose.weight_distribution.relay import followed_jobs
@@ -154,7 +154,7 @@ def test_gateways_check_tokens_by_public_keys_alone(keys: Any, name: str) -> Non
 @pytest.mark.parametrize("name", ["private", "key", "ca"])
 def test_no_key_is_sent_as_a_token(keys: Any, name: str) -> None:
     path = getattr(keys, name)
-    for read in (TokenFile, Credentials.read, DashboardToken):
+    for read in (TokenFile, Credentials.read, partial(SecretFile, option="--x")):
         with pytest.raises(ConfigError, match="a token is wanted") as refused:
             read(path)
         one_line(refused, keys.private, keys.key)
