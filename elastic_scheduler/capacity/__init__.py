@@ -24,7 +24,10 @@ from elastic_scheduler.capacity.policy import (
     CapacityPolicy,
     PolicyMode,
     StopPolicy,
+)
+from elastic_scheduler.capacity.policy_file import (
     parse_policy,
+    policies_of,
     policy_of,
     read_policies,
 )
@@ -53,6 +56,7 @@ __all__ = [
     "effective",
     "in_canary",
     "parse_policy",
+    "policies_of",
     "policy_of",
     "read_policies",
 ]

@@ -13,7 +13,6 @@ Nothing in a policy lends by itself: without a mode it only bounds what others a
 that no policy with a mode selects compute and report what they would do.
 """
 
-import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -21,7 +20,6 @@ from datetime import UTC, date, datetime, timedelta
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Final, Self
 from zoneinfo import ZoneInfo
 
@@ -32,13 +30,11 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
 from pydantic.alias_generators import to_camel
 
-from elastic_scheduler.errors import PolicyError
 from elastic_scheduler.leases.lease_table import MAX_NAME_CHARS
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
@@ -53,7 +49,6 @@ _INT_OR_STRING: Final = {
     "minimum": 0,
     "maxLength": _MOST_CHARS,
 }
-MAX_POLICY_BYTES: Final = 16 << 10
 MAX_WINDOWS: Final = 64
 MAX_TENANTS: Final = 256
 # Life of an unrenewed lease: beyond it a cut-off node harvests nothing in any case.
@@ -125,6 +120,8 @@ def most_of(limit: int | str, count: int) -> int:
 def share_of(value: object) -> object:
     """Return a share as `20%` as a number of 0 to 1; another value as it is, to be checked next."""
     match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match and float(match[1]) > 100:
+        raise ValueError(f"{value!r} is more than all; write 100% or less")
     return float(match[1]) / 100 if match else value
 
 
@@ -422,10 +419,21 @@ class Watermarks(_Part):
         return self
 
 
+def _job(name: str) -> str:
+    if "*" in name:
+        raise ValueError(
+            f"{name!r} is no job, and no pattern either; name each job, or write maxHarvest.guests"
+            " for all of them"
+        )
+    return name
+
+
 class TenantLimit(_Part):
     """Priority and quota of one job."""
 
-    job: str = Field(min_length=1, max_length=MAX_NAME_CHARS, description="name of the job")
+    job: Annotated[str, AfterValidator(_job)] = Field(
+        min_length=1, max_length=MAX_NAME_CHARS, description="name of the job"
+    )
     priority: float = Field(
         default=1.0, gt=0.0, le=1_000.0, description="its weight when jobs share, beside its own"
     )
@@ -580,8 +588,11 @@ class CapacityPolicy(_Part):
             )
         if not 1.0 <= self.reclaim_deadline_s <= 600.0:
             raise ValueError(f"reclaimDeadline: {self.reclaim_deadline_s:g} s; write 1s to 10m")
-        if not self.cooldown_s <= 86_400.0:
-            raise ValueError("cooldown: more than a day; write a blackout window, or mode Off")
+        if not 0 <= self.cooldown_s <= 86_400.0:
+            raise ValueError(
+                f"cooldown: {self.cooldown_s:g} s; write 0s to 24h, or a blackout window, or mode"
+                " Off"
+            )
         if self.begin and self.until and self.until <= self.begin:
             raise ValueError("until: not after from, so the policy never counts; swap them")
         jobs = [tenant.job for tenant in self.tenants]
@@ -626,80 +637,6 @@ class CapacityPolicy(_Part):
         return json.dumps({"name": self.name} | said, separators=(",", ":"))
 
 
-def parse_policy(text: str | bytes) -> CapacityPolicy:
-    """Return the policy in a JSON text. Raises PolicyError with the field's path and what to do."""
-    if len(text) > MAX_POLICY_BYTES:
-        raise PolicyError(f"a policy of {len(text)} bytes; write one of at most {MAX_POLICY_BYTES}")
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"the policy is no JSON ({error}); write one object") from None
-    return policy_of(said)
-
-
-def policy_of(said: object) -> CapacityPolicy:
-    """Return the policy in parsed JSON: its fields, or a RoseCapacityPolicy object.
-
-    Raises PolicyError.
-    """
-    within: tuple[str, ...] = ()
-    if isinstance(said, dict) and said.get("kind") == "RoseCapacityPolicy":
-        spec, metadata = said.get("spec"), said.get("metadata")
-        if not isinstance(spec, dict) or not isinstance(metadata, dict):
-            raise PolicyError("a RoseCapacityPolicy needs metadata.name and a spec; write both")
-        said, within = spec | {"name": metadata.get("name")}, ("spec",)
-    try:
-        return CapacityPolicy.model_validate(said)
-    except ValidationError as error:
-        raise PolicyError(_line(error), (*within, *error.errors()[0]["loc"])) from None
-
-
-def read_policies(path: Path) -> tuple[CapacityPolicy, ...]:
-    """Return the policies in a JSON file of one policy or a list.
-
-    Raises PolicyError, naming the file.
-    """
-    try:
-        said = json.loads(path.read_bytes(), object_pairs_hook=_each_once)
-    except OSError as error:
-        raise PolicyError(f"{path} cannot be read ({error.strerror}); check the path") from None
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{path} is no JSON ({error}); write one policy, or a list") from None
-    try:
-        return tuple(policy_of(each) for each in (said if isinstance(said, list) else [said]))
-    except PolicyError as error:
-        raise PolicyError(f"{path}: {error}") from None
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object of these pairs. Raises ValueError for a duplicate key."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key} is given twice")
-        found[key] = value
-    return found
-
-
-def _line(error: ValidationError) -> str:
-    first: Any = error.errors()[0]
-    path = "".join(
-        f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]
-    ).removeprefix(".")
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        known = _known_paths()
-        near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-        message = "there is no such field; " + (
-            f"did you mean {known[near[0]]}?" if near else "see docs/capacity-policy.md"
-        )
-    elif first["type"] == "missing":
-        message = "is missing; write it"
-    elif ";" not in message and first["type"] != "value_error":
-        message = f"{message} (it is {str(first['input'])[:40]!r}); see docs/capacity-policy.md"
-    return f"{path}: {message}" if path else message
-
-
 # Objects within a policy, by their paths.
 PARTS: Final[dict[str, type[BaseModel]]] = {
     "nodeSelector": NodeSelector,
@@ -715,14 +652,3 @@ PARTS: Final[dict[str, type[BaseModel]]] = {
     "maxHostBusy": MaxHostBusy,
     "sloBudget": SloBudget,
 }
-
-
-def _known_paths() -> dict[str, str]:
-    """Return the path of a field by its last part; of several the first."""
-    found: dict[str, str] = {}
-    parts: dict[str, type[BaseModel]] = {"": CapacityPolicy, **PARTS}
-    for path, part in parts.items():
-        for name, field in part.model_fields.items():
-            key = field.alias or name
-            found.setdefault(key, f"{path}.{key}".removeprefix("."))
-    return found

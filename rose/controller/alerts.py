@@ -24,7 +24,8 @@ import msgspec
 from aiohttp import web
 
 from elastic_scheduler.capacity import CapacityPolicy, PolicyMode, policy_of
-from elastic_scheduler.capacity.policy import MAX_POLICY_BYTES, seconds_of
+from elastic_scheduler.capacity.policy import seconds_of
+from elastic_scheduler.capacity.policy_file import MAX_POLICY_BYTES
 from elastic_scheduler.errors import PolicyError
 from rose.addresses import PATIENCE_S
 from rose.core_yaml import documents
@@ -134,7 +135,7 @@ class AlertRule(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
 def read_rules(path: Path) -> tuple[AlertRule, ...]:
     """Return the rules in a YAML or JSON file, a list. Raises ConfigError in one line."""
     try:
-        lists = msgspec.convert(documents(path), list[list[AlertRule]])
+        lists = msgspec.convert([said for said, _ in documents(path)], list[list[AlertRule]])
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); check the path") from None
     except (msgspec.ValidationError, ValueError) as error:

@@ -307,7 +307,7 @@ def _named(views: list[pb.PolicyView], name: str) -> pb.PolicyView:
 
 
 def _read(file: Path) -> "tuple[CapacityPolicy, ...]":
-    from elastic_scheduler.capacity import policy_of, read_policies
+    from elastic_scheduler.capacity import policies_of, read_policies
     from elastic_scheduler.errors import PolicyError
 
     try:
@@ -315,14 +315,12 @@ def _read(file: Path) -> "tuple[CapacityPolicy, ...]":
             return read_policies(file)
         from rose.core_yaml import documents, line_of
 
-        policies = []
+        policies: list[CapacityPolicy] = []
         for said, node in documents(file):
-            several = isinstance(said, list)
-            for each, at in zip(said, node.value, strict=True) if several else [(said, node)]:
-                try:
-                    policies.append(policy_of(each))
-                except PolicyError as error:
-                    raise ConfigError(f"{file}:{line_of(at, error.path)}: {error}") from None
+            try:
+                policies += policies_of(said)
+            except PolicyError as error:
+                raise ConfigError(f"{file}:{line_of(node, error.path)}: {error}") from None
         return tuple(policies)
     except PolicyError as error:
         raise ConfigError(str(error)) from None

@@ -121,7 +121,7 @@ def test_a_selector_takes_patterns_and_requirements(
             "maxHarvest.computer",
             "mean maxHarvest.compute?",
         ),
-        ({"maxHarvest": {"maxGuests": 1}}, "maxGuests", "did you mean tenants[].maxGuests?"),
+        ({"maxHarvest": {"maxGuests": 1}}, "maxGuests", "maxHarvest.guests bounds all jobs"),
         ({"mode": None}, "mode", "leave it out"),
         ({"canary": {"percent": "101%"}}, "canary.percent", "less than or equal to 100"),
         ({"until": "2026-12-24"}, "until", "without a zone"),
@@ -140,6 +140,7 @@ def test_a_selector_takes_patterns_and_requirements(
         ({"maxHarvest": {"memory": "8GB"}}, "maxHarvest.memory", "8Gi"),
         ({"staleAfter": "30s"}, "staleAfter", "2s to 5s"),
         ({"cooldown": "soon"}, "cooldown", "500ms"),
+        ({"cooldown": -1}, "cooldown", "0s to 24h"),
         ({"tenants": [{"job": "a"}, {"job": "a"}]}, "tenants", "write it once"),
         ({"name": "No Name"}, "name", "lower-case"),
     ],
@@ -293,7 +294,7 @@ def test_a_file_of_policies_is_read_and_its_name_is_in_its_errors(tmp_path: Path
     file.write_text(json.dumps([FULL, {"name": "other"}]))
     assert [policy.name for policy in read_policies(file)] == ["serving", "other"]
     file.write_text('{"name": "p", "mod": "Off"}')
-    with pytest.raises(PolicyError, match=r"p\.json: mod: .*did you mean mode"):
+    with pytest.raises(PolicyError, match=r"p\.json: policy p: mod: .*did you mean mode"):
         read_policies(file)
 
 
