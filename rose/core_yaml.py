@@ -56,12 +56,16 @@ def constructed(node: yaml.Node) -> Any:  # noqa: ANN401 - whatever the file say
 
 
 def documents(path: Path) -> list[tuple[Any, yaml.Node]]:
-    """Return the value of each document of a YAML file with its node, without empty ones.
+    """Return the value of each document of a YAML or JSON file with its node, without empty ones.
 
     Raises OSError, and ValueError for invalid YAML.
     """
     try:
-        nodes = list(yaml.compose_all(path.read_text(encoding="utf-8-sig"), Loader=CoreLoader))
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".json":
+            # JSON has tabs between its values alone, where YAML has none.
+            text = text.replace("\t", " ")
+        nodes = list(yaml.compose_all(text, Loader=CoreLoader))
         found = [(constructed(node), node) for node in nodes if node is not None]
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

@@ -29,7 +29,6 @@ from elastic_scheduler.capacity.policy_file import (
     parse_policy,
     policies_of,
     policy_of,
-    read_policies,
 )
 
 __all__ = [
@@ -58,5 +57,4 @@ __all__ = [
     "parse_policy",
     "policies_of",
     "policy_of",
-    "read_policies",
 ]

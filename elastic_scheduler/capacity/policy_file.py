@@ -6,7 +6,6 @@ A mistake is one line: the field's path, what is wrong with the value, and what 
 import difflib
 import json
 import re
-from pathlib import Path
 from typing import Any, Final
 
 from pydantic import BaseModel, ValidationError
@@ -54,7 +53,7 @@ def policy_of(said: object) -> CapacityPolicy:
 def policies_of(said: object, within: tuple[str | int, ...] = ()) -> tuple[CapacityPolicy, ...]:
     """Return the policies in parsed JSON or YAML: one, a list, or a List of objects.
 
-    Raises PolicyError, which names the policy; its path begins with `within`.
+    Raises PolicyError, whose path begins with `within`.
     """
     if isinstance(said, dict) and str(said.get("kind", "")).endswith("List"):
         return policies_of(said.get("items") or [], (*within, "items"))
@@ -70,32 +69,7 @@ def policies_of(said: object, within: tuple[str | int, ...] = ()) -> tuple[Capac
     try:
         return (policy_of(said),)
     except PolicyError as error:
-        fields = said if isinstance(said, dict) else {}
-        name = fields.get("name") or (fields.get("metadata") or {}).get("name")
-        line = f"policy {name}: {error}" if name else str(error)
-        raise PolicyError(line, (*within, *error.path)) from None
-
-
-def read_policies(path: Path) -> tuple[CapacityPolicy, ...]:
-    """Return the policies in a JSON file. Raises PolicyError, naming the file."""
-    try:
-        return policies_of(json.loads(path.read_bytes(), object_pairs_hook=_each_once))
-    except OSError as error:
-        raise PolicyError(f"{path} cannot be read ({error.strerror}); check the path") from None
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{path} is no JSON ({error}); write one policy, or a list") from None
-    except PolicyError as error:
-        raise PolicyError(f"{path}: {error}") from None
-
-
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object of these pairs. Raises ValueError for a duplicate key."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {key} is given twice")
-        found[key] = value
-    return found
+        raise PolicyError(str(error), (*within, *error.path)) from None
 
 
 # Kind of value that a field takes, by the beginning of pydantic's name of the error.

@@ -59,7 +59,7 @@ def test_a_policy_of_yaml_is_that_of_json_and_of_the_object(tmp_path: Path, text
     ("name", "text"),
     [
         ("p.yaml", "name: a\nmode: Off\nmode: Active\n"),
-        ("p.json", '{"name": "a", "mode": "Off", "mode": "Active"}'),
+        ("p.json", '{\n\t"name": "a",\t"mode": "Off", "mode": "Active"}'),
     ],
 )
 def test_a_policy_that_says_a_thing_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:

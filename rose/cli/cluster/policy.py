@@ -307,28 +307,25 @@ def _named(views: list[pb.PolicyView], name: str) -> pb.PolicyView:
 
 
 def _read(file: Path) -> "tuple[CapacityPolicy, ...]":
-    from elastic_scheduler.capacity import policies_of, read_policies
+    from elastic_scheduler.capacity import policies_of
     from elastic_scheduler.errors import PolicyError
+    from rose.core_yaml import documents, line_of
 
+    policies: list[CapacityPolicy] = []
     try:
-        if file.suffix not in (".yaml", ".yml"):
-            return read_policies(file)
-        from rose.core_yaml import documents, line_of
-
-        policies: list[CapacityPolicy] = []
         for said, node in documents(file):
             try:
                 policies += policies_of(said)
             except PolicyError as error:
                 raise ConfigError(f"{file}:{line_of(node, error.path)}: {error}") from None
-        return tuple(policies)
-    except PolicyError as error:
-        raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); check the path") from None
     except ValueError as error:
         line = str(error).splitlines()[0]
         raise ConfigError(f"{file} is no YAML ({line}); write one policy, or a list") from None
+    if not policies:
+        raise ConfigError(f"{file} has no policy; write one, or a list")
+    return tuple(policies)
 
 
 def _paths(value: dict[str, Any]) -> dict[str, str]:

@@ -4,7 +4,6 @@ import json
 import math
 from datetime import datetime
 from itertools import pairwise
-from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -20,8 +19,8 @@ from elastic_scheduler.capacity import (
     effective,
     in_canary,
     parse_policy,
+    policies_of,
     policy_of,
-    read_policies,
 )
 from elastic_scheduler.capacity.effective import NO_MODE, NO_POLICY
 from elastic_scheduler.capacity.policy import DailyWindow, MaxHostBusy, most_of
@@ -289,13 +288,13 @@ def test_a_share_of_nodes_is_rounded_down() -> None:
     assert most_of(7, 3) == 3
 
 
-def test_a_file_of_policies_is_read_and_its_name_is_in_its_errors(tmp_path: Path) -> None:
-    file = tmp_path / "p.json"
-    file.write_text(json.dumps([FULL, {"name": "other"}]))
-    assert [policy.name for policy in read_policies(file)] == ["serving", "other"]
-    file.write_text('{"name": "p", "mod": "Off"}')
-    with pytest.raises(PolicyError, match=r"p\.json: policy p: mod: .*did you mean mode"):
-        read_policies(file)
+def test_policies_of_a_file_are_read_and_the_path_leads_to_a_fault() -> None:
+    both = {"kind": "List", "items": [FULL, {"name": "other"}]}
+    assert [policy.name for policy in policies_of([both])] == ["serving", "other"]
+    both["items"] = [FULL, {"name": "p", "mod": "Off"}]
+    with pytest.raises(PolicyError, match=r"mod: .*did you mean mode") as caught:
+        policies_of([both])
+    assert caught.value.path == (0, "items", 1, "mod")
 
 
 def test_the_schema_is_structural_as_a_crd_must_be() -> None:

@@ -165,64 +165,64 @@ OBJECT = "apiVersion: rose.dev/v1alpha1\nkind: RoseCapacityPolicy\n"
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("{ name: p, canary: 5% }", "policy p: canary: '5%' should be an object with percent"),
-        ("{ name: p, mode: active }", f"policy p: mode: 'active' should be {MODES}"),
+        ("{ name: p, canary: 5% }", "canary: '5%' should be an object with percent"),
+        ("{ name: p, mode: active }", f"mode: 'active' should be {MODES}"),
         (
             "{ name: p, maxGuests: 8 }",
-            "policy p: maxGuests: there is no such field; maxHarvest.guests bounds all jobs,"
+            "maxGuests: there is no such field; maxHarvest.guests bounds all jobs,"
             " tenants[].maxGuests one",
         ),
         (
             "name: p\ntenants:\n- { job: '*', priority: 2 }",
-            "policy p: tenants[0].job: '*' is no job, and no pattern either; name each job, or"
+            "tenants[0].job: '*' is no job, and no pattern either; name each job, or"
             " write maxHarvest.guests for all of them",
         ),
         (
             "{ name: p, excludeModels: [ qwen ] }",
-            "policy p: excludeModels: there is no such field; label nodes by model, and write"
+            "excludeModels: there is no such field; label nodes by model, and write"
             " nodeSelector.matchExpressions with NotIn",
         ),
         (
             "{ name: p, nodeSelector: { pool: chat } }",
-            "policy p: nodeSelector.pool: there is no such field; write matchLabels,"
+            "nodeSelector.pool: there is no such field; write matchLabels,"
             " matchExpressions or names",
         ),
         (
             "{ name: p, nodeSelector: { names: chat-* } }",
-            "policy p: nodeSelector.names: 'chat-*' should be a list, as [a, b]",
+            "nodeSelector.names: 'chat-*' should be a list, as [a, b]",
         ),
         (
             "{ name: p, maxHarvest: { compute: 20 } }",
-            "policy p: maxHarvest.compute: 20 should be less than or equal to 1; write a share, as"
+            "maxHarvest.compute: 20 should be less than or equal to 1; write a share, as"
             " 0.2 or 20%",
         ),
         (
             "name: p\nmaxHarvest:\n  memory: 8GB",
-            "policy p: maxHarvest.memory: '8GB' is no number of bytes; write one as 8Gi, 512Mi or"
+            "maxHarvest.memory: '8GB' is no number of bytes; write one as 8Gi, 512Mi or"
             " 1073741824",
         ),
         (
             "{ name: p, mode: Active, maxHarvest: { nodes: 0 } }",
-            "policy p: maxHarvest.nodes 0 lends nothing, though mode is Active; raise it, or write"
+            "maxHarvest.nodes 0 lends nothing, though mode is Active; raise it, or write"
             " mode Off",
         ),
         (
             "{ name: p, allowedWindow: [] }",
-            "policy p: allowedWindow: there is no such field; did you mean allowedWindows?",
+            "allowedWindow: there is no such field; did you mean allowedWindows?",
         ),
         (
             "{ name: p, allowedWindows: [ { from: 22:00, to: 06:00, timeZone: CEST } ] }",
-            "policy p: allowedWindows[0].timeZone: time zone 'CEST' is unknown here; write an IANA"
+            "allowedWindows[0].timeZone: time zone 'CEST' is unknown here; write an IANA"
             " name as Europe/Berlin, or install the system's tzdata",
         ),
-        ("{ name: p, ttl: 2h }", "policy p: ttl: there is no such field; write until"),
+        ("{ name: p, ttl: 2h }", "ttl: there is no such field; write until"),
         (
             "{ name: p, until: tomorrow }",
-            "policy p: until: 'tomorrow' should be a moment, as 2026-12-27T08:00:00Z",
+            "until: 'tomorrow' should be a moment, as 2026-12-27T08:00:00Z",
         ),
         (
             OBJECT + "metadata: { name: p }\nspec: { name: q }",
-            "policy p: spec.name: the name is metadata.name; leave this one out",
+            "spec.name: the name is metadata.name; leave this one out",
         ),
         (
             (OBJECT + "spec: { mode: Off }").replace("\n", ", ").join("{}"),
@@ -230,15 +230,15 @@ OBJECT = "apiVersion: rose.dev/v1alpha1\nkind: RoseCapacityPolicy\n"
         ),
         ("kind: ConfigMap", "kind: 'ConfigMap' is no RoseCapacityPolicy; leave it out"),
         ("[ { name: p }, { name: p } ]", "policy p is there twice; write it once"),
-        ("{ name: p, cooldown: 25h }", "policy p: cooldown: 90000 s; write 0s to 24h, or a blackout"
+        ("{ name: p, cooldown: 25h }", "cooldown: 90000 s; write 0s to 24h, or a blackout"
          " window, or mode Off"),
         ("{ name: p, reserve: { kvHeadroom: 120% } }",
-         "policy p: reserve.kvHeadroom: '120%' is more than all; write 100% or less"),
+         "reserve.kvHeadroom: '120%' is more than all; write 100% or less"),
         ("just text", "'just text' should be an object with a name, and fields of"
          " docs/capacity-policy.md"),
         (
             "{ name: p, sloBudget: { bad: 1 } }",
-            "policy p: sloBudget.bad: there is no such field; write objective, minBad or"
+            "sloBudget.bad: there is no such field; write objective, minBad or"
             " releaseAfter",
         ),
     ],
@@ -251,3 +251,11 @@ async def test_a_mistake_is_one_line_that_says_what_to_write(
     assert capsys.readouterr().err == f"rose: {tmp_path / 'policy.yaml'}:{number}: {line}\n"
     policies, _ = bench.service.policies_in_force()
     assert list(policies) == [CLI]
+
+
+@pytest.mark.parametrize("text", ["", "# nothing", "[]", "kind: List"])
+async def test_a_file_without_a_policy_is_refused(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    assert await applied(bench, tmp_path, text) == 2
+    assert capsys.readouterr().err.endswith("policy.yaml has no policy; write one, or a list\n")
