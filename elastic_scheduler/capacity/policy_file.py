@@ -8,7 +8,7 @@ import json
 import re
 from typing import Any, Final
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from elastic_scheduler.capacity.policy import PARTS, CapacityPolicy
 from elastic_scheduler.errors import PolicyError
@@ -108,8 +108,8 @@ def _line(error: ValidationError) -> str:
     elif kind == "missing":
         message = "is missing; write it"
     elif kind == "model_type":
-        has = _fields(path) if path else "a name, and fields of docs/capacity-policy.md"
-        message = f"{shown} should be an object with {has}"
+        fields = ", ".join(_names(path)) if path else "a name; see docs/capacity-policy.md"
+        message = f"{shown} should be an object with {fields}"
     elif should is not None:
         message = f"{shown} should be {should}"
     elif first.get("ctx", {}).keys() & {"le", "lt"} and max(first["ctx"].values()) == 1:
@@ -122,34 +122,15 @@ def _meant(path: str) -> str:
     parent, _, key = path.rpartition(".")
     if key in _ELSEWHERE:
         return _ELSEWHERE[key]
-    siblings = _part(parent).model_fields
-    own = {
-        field.alias or name: f"{parent}.{field.alias or name}" for name, field in siblings.items()
-    }
-    for known in (own, _known_paths()):
-        begins = [name for name in known if name.lower().startswith(key.lower())]
-        near = begins or difflib.get_close_matches(key, known, n=1)
-        if near:
-            return f"did you mean {known[near[0]].removeprefix('.')}?"
-    return f"write {_fields(parent)}" if parent else "see docs/capacity-policy.md"
+    for place in (parent, "", *PARTS):
+        names = _names(place)
+        near = [name for name in names if name.lower().startswith(key.lower())]
+        if near := near or difflib.get_close_matches(key, names, n=1):
+            return f"did you mean {f'{place}.{near[0]}'.removeprefix('.')}?"
+    return f"write {', '.join(_names(parent))}" if parent else "see docs/capacity-policy.md"
 
 
-def _part(path: str) -> type[BaseModel]:
-    return PARTS.get(re.sub(r"\[\d+\]", "[]", path), CapacityPolicy)
-
-
-def _fields(path: str) -> str:
-    fields = _part(path).model_fields.items()
-    names = [field.alias or name for name, field in fields]
-    return " or ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
-
-
-def _known_paths() -> dict[str, str]:
-    """Return the path of a field by its last part; of several the first."""
-    found: dict[str, str] = {}
-    parts: dict[str, type[BaseModel]] = {"": CapacityPolicy, **PARTS}
-    for path, part in parts.items():
-        for name, field in part.model_fields.items():
-            key = field.alias or name
-            found.setdefault(key, f"{path}.{key}".removeprefix("."))
-    return found
+def _names(path: str) -> list[str]:
+    """Return the names of the fields of the object at a path."""
+    part = PARTS.get(re.sub(r"\[\d+\]", "[]", path), CapacityPolicy)
+    return [field.alias or name for name, field in part.model_fields.items()]

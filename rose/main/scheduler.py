@@ -248,14 +248,10 @@ def parser(prog: str = "rose scheduler") -> Parser:
         " are not believed about it (repeatable; with --kubernetes)",
     )
     add_dashboard_options(parser)
-    alerts = parser.add_argument_group("alerts", "holds that Alertmanager begins and ends")
-    alerts.add_argument(
-        "--alerts", type=Path, metavar="RULES", help="YAML: which alerts hold which nodes"
-    )
-    alerts.add_argument(
-        "--alerts-token-file", type=Path, metavar="FILE", help="bearer token of Alertmanager"
-    )
-    alerts.add_argument(
+    alert = parser.add_argument_group("alerts", "holds by Alertmanager's alerts").add_argument
+    alert("--alerts", type=Path, metavar="RULES", help="YAML: which alerts hold which nodes")
+    alert("--alerts-token-file", type=Path, metavar="FILE", help="bearer token of Alertmanager")
+    alert(
         "--alerts-address",
         default="127.0.0.1:7490",
         metavar="HOST:PORT",

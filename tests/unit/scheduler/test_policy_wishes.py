@@ -185,7 +185,7 @@ OBJECT = "apiVersion: rose.dev/v1alpha1\nkind: RoseCapacityPolicy\n"
         (
             "{ name: p, nodeSelector: { pool: chat } }",
             "nodeSelector.pool: there is no such field; write matchLabels,"
-            " matchExpressions or names",
+            " matchExpressions, names",
         ),
         (
             "{ name: p, nodeSelector: { names: chat-* } }",
@@ -234,11 +234,11 @@ OBJECT = "apiVersion: rose.dev/v1alpha1\nkind: RoseCapacityPolicy\n"
          " window, or mode Off"),
         ("{ name: p, reserve: { kvHeadroom: 120% } }",
          "reserve.kvHeadroom: '120%' is more than all; write 100% or less"),
-        ("just text", "'just text' should be an object with a name, and fields of"
+        ("just text", "'just text' should be an object with a name; see"
          " docs/capacity-policy.md"),
         (
             "{ name: p, sloBudget: { bad: 1 } }",
-            "sloBudget.bad: there is no such field; write objective, minBad or"
+            "sloBudget.bad: there is no such field; write objective, minBad,"
             " releaseAfter",
         ),
     ],
