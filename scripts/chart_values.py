@@ -222,6 +222,16 @@ class Service(Strict):
     annotations: Labels = _said("as load balancers want them", {})
 
 
+class AlertRules(Strict):
+    """Alertmanager's webhook, /v1/alerts (docs/operators/alerts.md)."""
+
+    token_secret: SecretName = _said(
+        "secret with the bearer token under `token`, 32 random bytes or more; none: not served", ""
+    )
+    port: Port = _said("where Alertmanager posts; `networkPolicy.peers.monitoring` may", 7490)
+    rules: tuple[Kube, ...] = _said("which alerts hold which nodes, as that page has them", ())
+
+
 class Scheduler(Strict):
     """Schedulers, of which one leads."""
 
@@ -246,6 +256,7 @@ class Scheduler(Strict):
         " pods' addresses",
         "",
     )
+    alerts: AlertRules = _said("holds by alerts", AlertRules())
     service: Service = _said("of gRPC", Service())
     resources: Resources = _said("of each", _resources("200m", "256Mi", "1Gi"))
 

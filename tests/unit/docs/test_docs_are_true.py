@@ -25,6 +25,7 @@ OTHERS_FLAGS = {
     "--create-namespace",
     "--for",
     "--from",
+    "--from-file",
     "--namespace",
     "--patch-file",
     "--timeout",

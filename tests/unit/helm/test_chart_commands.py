@@ -10,6 +10,7 @@ import pytest
 
 from elastic_scheduler.capacity import parse_policy
 from rose.cli.main import parser_of
+from rose.controller.alerts import read_rules
 from rose.gateway.settings import COUNTS, TIMES, parse_settings
 from rose.main.scheduler import settings_of
 from rose.node.config import NodeConfig
@@ -88,6 +89,32 @@ def test_the_schedulers_options_are_passed_on() -> None:
     assert settings.insecure
     assert settings.dashboard is None
     assert [each.job for each in settings.jobs] == ["grpo"]
+
+
+def test_rules_of_alerts_reach_schedulers_and_alertmanager_their_port(tmp_path: Path) -> None:
+    rule = {"match": {"severity": "page"}, "policy": {"name": "p", "mode": False}, "limit": "1h"}
+    given = {"scheduler": {"alerts": {"tokenSecret": "shown", "rules": [rule]}}}
+    settings = settings_of(words("Deployment/r-scheduler", given)[1:])
+    assert settings.alerts_address == "0.0.0.0:7490"
+    found = objects(given)
+    (tmp_path / "rules.yaml").write_text(
+        found["ConfigMap/r-scheduler-alerts"]["data"]["rules.yaml"]
+    )
+    [read] = read_rules(tmp_path / "rules.yaml")
+    assert read.whole().mode == "Off", "as Helm reads it, an unquoted Off is false"
+    mounts = {
+        f"{each['mountPath']}/{name}"
+        for each in found["Deployment/r-scheduler"]["spec"]["template"]["spec"]["containers"][0][
+            "volumeMounts"
+        ]
+        for name in ("rules.yaml", "token")
+    }
+    assert {str(settings.alerts), str(settings.alerts_token_file)} <= mounts
+    port = {"name": "alerts", "port": 7490, "targetPort": "alerts", "protocol": "TCP"}
+    assert port in found["Service/r-scheduler"]["spec"]["ports"]
+    into = found["NetworkPolicy/r-scheduler"]["spec"]["ingress"]
+    assert {"protocol": "TCP", "port": 7490} in [port for each in into for port in each["ports"]]
+    assert "ConfigMap/r-scheduler-alerts" not in objects()
 
 
 # ---- gateways ----

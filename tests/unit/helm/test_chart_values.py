@@ -135,6 +135,8 @@ TOGETHER: list[tuple[Object, str]] = [
     ({"scheduler": {"advertise": "s:443"}}, "scheduler.replicas=1"),
     ({"controller": {"enabled": False, "nodeLabels": ["pool"]}}, "controller.enabled=true"),
     ({"scheduler": {"policy": "paper", "holdS": 60}}, "scheduler.policy=rose"),
+    ({"scheduler": {"alerts": {"tokenSecret": "t"}}}, "needs both rules and tokenSecret"),
+    ({"scheduler": {"alerts": {"rules": [{"match": {}}]}}}, "needs both rules and tokenSecret"),
     ({"relay": {"enabled": True}}, "relay.jobs is empty"),
     (joined(RELAY, {"relay": {"jobs": [{"name": "j", "origin": "http://t:1"}]}}), "verifyKey"),
     ({"mode": "Active"}, "node.config.replicas names none"),

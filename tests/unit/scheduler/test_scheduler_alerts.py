@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import re
+import ssl
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,13 +16,18 @@ import aiohttp
 import pytest
 from service_cases import Bench, FakeNode, running
 
+from elastic_scheduler import HarvestMode
 from rose.addresses import free_port
 from rose.cli.main import main
 from rose.controller.alerts import AlertReceiver, read_rules
 from rose.errors import ConfigError
-from rose.main.scheduler import settings_of
+from rose.main.scheduler import SchedulerSettings, serve, settings_of
 from rose.scheduler.service import SchedulerService
+from rose.security.roles import Role, server_name
+from rose.store import StoreName
 from tests.fakes.memory_store import InMemoryStore
+from tests.harness.certificates import Certificates
+from tests.harness.waiting import PATIENCE_S
 
 TOKEN = "0123456789abcdef" * 4
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -73,13 +79,13 @@ def message(*alerts: dict[str, Any], **changes: object) -> dict[str, Any]:
 class Sender:
     """Alertmanager, as far as its webhook goes."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self._url, self._session = url, session
+    def __init__(self, url: str, session: aiohttp.ClientSession, **tls: Any) -> None:
+        self._url, self._session, self._tls = url, session, tls
 
     async def posts(self, body: object, headers: dict[str, str] | None = None) -> tuple[int, str]:
         data = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
         headers = {"Content-Type": "application/json"} | (BEARER if headers is None else headers)
-        async with self._session.post(self._url, data=data, headers=headers) as answer:
+        async with self._session.post(self._url, data=data, headers=headers, **self._tls) as answer:
             return answer.status, await answer.text()
 
 
@@ -258,6 +264,45 @@ async def test_a_standby_and_a_full_store_ask_to_send_it_again(
             status, said = await sender.posts(message(alert(), groupKey=str(number)))
         assert (status, said) == (503, "128 policies are in force; delete one first; send it again")
     assert "128 policies are in force" in bench.log.read_text()
+
+
+async def test_a_standby_takes_over_the_holds_of_the_leader_over_tls(tmp_path: Path) -> None:
+    made = Certificates(tmp_path / "ca")
+    (tmp_path / "rules.yaml").write_text(RULES)
+    (tmp_path / "token").write_text(TOKEN)
+    stops, tasks, senders = [], [], []
+    context = ssl.create_default_context(cafile=str(made.ca.file))
+    tls = {"ssl": context, "server_hostname": server_name(Role.SCHEDULER, "prod")}
+    async with aiohttp.ClientSession() as session, asyncio.timeout(4 * PATIENCE_S):
+        for name in ("one", "other"):
+            settings = SchedulerSettings(
+                "127.0.0.1", 0, StoreName(str(tmp_path / "s.sqlite")), tmp_path / name,
+                HarvestMode.OFF, 1.0, certificates=made.of(Role.SCHEDULER, name),
+                alerts=tmp_path / "rules.yaml", alerts_token_file=tmp_path / "token",
+                alerts_address=f"127.0.0.1:{free_port()}",
+            )  # fmt: skip
+            stops.append(asyncio.Event())
+            tasks.append(asyncio.create_task(serve(settings, stops[-1])))
+            url = f"https://{settings.alerts_address}/v1/alerts"
+            senders.append(Sender(url, session, **tls))
+            log = tmp_path / name / "events-scheduler.jsonl"
+            while not (log.exists() and "scheduler_started" in log.read_text()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        one, other = senders
+        rule = message(alert(alertname="Fire", severity="incident"))
+        status, said = await one.posts(rule)
+        [name] = json.loads(said)["policies"]
+        assert status == 200
+        assert (await other.posts(rule))[0] == 503
+        stops[0].set()
+        await tasks[0]
+        over = message(alert("resolved", alertname="Fire", severity="incident"))
+        while (answer := await other.posts(over))[0] == 503:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert answer[0] == 200
+        assert json.loads(answer[1])["ended"] == [name]
+        stops[1].set()
+        await tasks[1]
 
 
 @pytest.mark.parametrize(
