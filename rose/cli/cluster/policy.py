@@ -139,6 +139,10 @@ def _policies_table(said: list[dict[str, Any]], views: list[pb.PolicyView]) -> T
 
 def _selected(selector: dict[str, Any]) -> str:
     labels = [f"{key}={value}" for key, value in selector.get("matchLabels", {}).items()]
+    rules = selector.get("matchExpressions", [])
+    labels += [
+        " ".join((r["key"], r["operator"], "|".join(r.get("values", [])))).strip() for r in rules
+    ]
     return ",".join([*labels, *selector.get("names", [])]) or "all"
 
 

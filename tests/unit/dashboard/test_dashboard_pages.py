@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pytest
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity import policy_of
 from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from rose.advise import DeploymentUsage, PrometheusHistory, UsageStep
 from rose.advise.advice import Assumed, advice_of
@@ -37,6 +38,7 @@ from rose.dashboard.page import (
 from rose.dashboard.pages import PATHS, ROWS, budget, empty_in
 from rose.dashboard.watch import MOST_PAGES
 from rose.errors import ConfigError
+from rose.scheduler.core.messages import PolicyApplied
 from scripts.dashboards import dashboards
 from tests.harness.dashboard_fleet import DashboardFleet
 from tests.harness.waiting import PATIENCE_S
@@ -367,6 +369,13 @@ async def test_a_stop_is_on_every_page_with_who_ordered_it(
         assert words in await page_of(watch, path)
     front = Checked(await page_of(watch)).said
     assert f"harvest set (mode {mode.value}, released 0) by operator ada, 2026-" in front
+
+
+async def test_a_policy_without_a_mode_is_shown_beside_others(watched: Watched) -> None:
+    fleet = DashboardFleet(3)
+    fleet.act(PolicyApplied(policy_of({"name": "incident", "stopPolicy": "HoldAndDrain"})))
+    watch = await watched(fleet, 1)
+    assert "incidentnoneHoldAndDrain" in Checked(await page_of(watch)).said
 
 
 async def test_what_nobody_said_is_never_zero(watched: Watched) -> None:

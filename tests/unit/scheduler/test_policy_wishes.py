@@ -158,6 +158,17 @@ async def test_most_guests_and_a_jobs_priority(bench: Bench, tmp_path: Path) -> 
     assert not core.admits("a", guest("code-0"), [("b", "chat-0"), ("a", "chat-1")])
 
 
+async def test_the_list_of_policies_says_which_nodes_each_is_for(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await applied(bench, tmp_path, NOT_IN.replace("name: p", "name: but-qwen") + POOL) == 0
+    words = ["policy", "get", "--scheduler", bench.address]
+    assert await asyncio.to_thread(main, words) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert " model NotIn qwen " in rows["but-qwen"]
+    assert " pool=chat " in rows["p"]
+
+
 MODES = "'Off', 'Advisory' or 'Active'"
 OBJECT = "apiVersion: rose.dev/v1alpha1\nkind: RoseCapacityPolicy\n"
 

@@ -20,6 +20,7 @@ from elastic_scheduler import HarvestMode
 from rose.addresses import free_port
 from rose.cli.main import main
 from rose.controller.alerts import AlertReceiver, read_rules
+from rose.dashboard import LeaderInfo, Watch
 from rose.errors import ConfigError
 from rose.main.scheduler import SchedulerSettings, serve, settings_of
 from rose.scheduler.service import SchedulerService
@@ -126,12 +127,17 @@ async def test_an_alert_holds_its_node_until_it_is_resolved(
         assert policy["nodeSelector"]["names"] == ["serving-0", "serving-0:8000"]
         for words, cell in (
             (("policy", "explain", "serving-0"), f"stopPolicy: HoldAndDrain ({policy['name']})"),
-            (("status", "-o", "json"), policy["name"]),
+            (("status",), f"stopPolicy HoldAndDrain ({policy['name']})"),
             (("policy", "get"), policy["name"]),
         ):
             line = [*words, "--scheduler", bench.address]
             assert await asyncio.to_thread(main, line) == 0
             assert cell in capsys.readouterr().out
+        watch = Watch(lambda: bench.service, lambda: LeaderInfo("", ""), "")
+        await watch.look()
+        for page in ("/", "/node"):
+            assert policy["name"] in (await watch.page(page, {"name": "serving-0"}) or "")
+        watch.close()
         written = [record for record in bench.audited if record[0] == "policy_applied"]
         assert [(fields["policy"], by) for _, fields, by in written] == [(policy, "alertmanager")]
         assert (await sender.posts(firing))[0] == 200
