@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,10 @@ def _found(name: str) -> Path | None:
 
 
 PROMETHEUS, PROMTOOL = _found("prometheus"), _found("promtool")
+ALERTMANAGER = _found("alertmanager")
 WHERE = "`scripts/prometheus` fetches it, ROSE_PROMETHEUS_BIN=FOLDER names its folder"
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=f"needs promtool: {WHERE}")
+needs_alertmanager = pytest.mark.skipif(ALERTMANAGER is None, reason=f"needs alertmanager: {WHERE}")
 needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason=f"needs prometheus: {WHERE}")
 
 
@@ -99,16 +102,61 @@ def prometheus(folder: Path, targets: Mapping[str, str], rules: Path) -> Iterato
         "web.listen-address": f"127.0.0.1:{port}",
         "log.level": "warn",
     }
-    with (folder / "prometheus.log").open("wb") as log:
-        process = subprocess.Popen(
-            [str(PROMETHEUS), *(f"--{name}={value}" for name, value in options.items())],
-            stdout=log,
-            stderr=log,
+    with _running(PROMETHEUS, folder, port, options) as url:
+        yield Prometheus(url)
+
+
+class Alertmanager:
+    """One that is told of alerts as a Prometheus tells it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def tell(self, labels: Mapping[str, str], *, over: bool = False) -> None:
+        """Post an alert that begins now, or is over."""
+        begun = datetime.now(UTC) - timedelta(minutes=1)
+        said: dict[str, object] = {"labels": labels, "startsAt": begun.isoformat()}
+        if over:
+            said["endsAt"] = datetime.now(UTC).isoformat()
+        request = urllib.request.Request(
+            f"{self._url}/api/v2/alerts",
+            json.dumps([said]).encode(),
+            {"Content-Type": "application/json"},
         )
+        with urllib.request.urlopen(request) as answer:
+            assert answer.status == 200
+
+
+@contextmanager
+def alertmanager(folder: Path, config: Mapping[str, Any]) -> Iterator[Alertmanager]:
+    """Run one with this configuration."""
+    assert ALERTMANAGER is not None
+    file = folder / "alertmanager.yml"
+    file.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
+    port = free_port()
+    options = {
+        "config.file": file,
+        "storage.path": folder / "alertmanager",
+        "web.listen-address": f"127.0.0.1:{port}",
+        "cluster.listen-address": "",
+    }
+    with _running(ALERTMANAGER, folder, port, options) as url:
+        yield Alertmanager(url)
+
+
+@contextmanager
+def _running(
+    program: Path, folder: Path, port: int, options: Mapping[str, object]
+) -> Iterator[str]:
+    """Run a program of Prometheus until the end; give its address once it is ready."""
+    file = folder / f"{program.name}.log"
+    with file.open("wb") as log:
+        words = [f"--{name}={value}" for name, value in options.items()]
+        process = subprocess.Popen([str(program), *words], stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"
-        _until_ready(url, process, folder / "prometheus.log")
-        yield Prometheus(url)
+        _until_ready(url, process, file)
+        yield url
     finally:
         process.terminate()
         process.wait(30)
@@ -122,7 +170,7 @@ def _until_ready(url: str, process: "subprocess.Popen[bytes]", log: Path) -> Non
                 return
         except OSError:
             time.sleep(0.1)
-    raise AssertionError(f"prometheus is not ready: {log.read_text()[-2000:]}")
+    raise AssertionError(f"{log.stem} is not ready: {log.read_text()[-2000:]}")
 
 
 _TOKEN = re.compile(
