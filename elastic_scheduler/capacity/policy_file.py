@@ -76,7 +76,7 @@ def policies_of(said: object, within: tuple[str | int, ...] = ()) -> tuple[Capac
 _SHOULD: Final = {
     "dict_": "an object, as {key: value}",
     "tuple_": "a list, as [a, b]",
-    "string_t": "text; put it in quotes",
+    "string_type": "text; put it in quotes",
     "float_": "a number",
     "int_": "a whole number",
     "datetime_": "a moment, as 2026-12-27T08:00:00Z",

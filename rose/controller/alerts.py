@@ -41,7 +41,7 @@ BY: Final = "alertmanager"
 MAX_BODY_BYTES: Final = 1 << 20
 # Length of 32 random bytes in base64.
 LEAST_TOKEN_CHARS: Final = 43
-MINUTE_S: Final = 60
+MINUTE_S, MOST_LIMIT_S = 60, 8_760 * 3_600
 # Names of the policies made here; the last part is the group's.
 _NAME: Final = re.compile(r"alert\..+\.[0-9a-f]{12}")
 Labels = dict[str, str]
@@ -92,8 +92,8 @@ class AlertRule(msgspec.Struct, frozen=True, rename="camel", forbid_unknown_fiel
             raise ValueError("policy: holds nothing; write stopPolicy: HoldAndDrain")
         if self.node_name and policy.node_selector.names:
             raise ValueError("policy.nodeSelector.names: nodeName gives the names; leave one out")
-        if self.limit and seconds_of(self.limit) < MINUTE_S:
-            raise ValueError(f"limit: {self.limit} is too short; write 1m or more")
+        if self.limit and not MINUTE_S <= seconds_of(self.limit) <= MOST_LIMIT_S:
+            raise ValueError(f"limit: {self.limit} is out of bounds; write 1m to 8760h")
         return policy
 
     def matches(self, labels: Labels, *, partly: bool = False) -> bool:
@@ -145,6 +145,9 @@ def read_rules(path: Path) -> tuple[AlertRule, ...]:
     for number, rule in enumerate(rules, 1):
         try:
             name = rule.whole().name
+            # Alerts may come without a fault that is the rule's own.
+            labels = dict.fromkeys((rule.node_name, *rule.node_labels.values()), "any")
+            rule.policy_for([labels], "0" * 12, time.time())
         except (PolicyError, ValueError) as error:
             raise ConfigError(f"{path}: rule {number}: {error}") from None
         if name in names:

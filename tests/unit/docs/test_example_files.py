@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
-from elastic_scheduler.capacity import docs_table, effective, policies_of
+from elastic_scheduler.capacity import PolicyMode, docs_table, effective, policies_of
 from executor.engine_settings import EngineSettings
 from rose.cli.machine.init import examples
 from rose.client import RolloutClient
@@ -85,6 +85,7 @@ def test_a_node_refuses_the_placeholder_for_its_key(name: str) -> None:
 def test_the_capacity_policies_are_what_a_scheduler_takes() -> None:
     policies = policies_of(json.loads((EXAMPLES / "capacity-policy.json").read_text()))
     assert [policy.name for policy in policies] == ["everywhere", "chat"]
+    assert PolicyMode.ACTIVE not in [each.mode for each in policies], "nothing is lent unsaid"
     held = effective(policies, "serving-0", {"rose.dev/deployment": "chat"})
     assert held.decided_by["maxHarvest.compute"] == "chat"
     assert held.decided_by["reserve.kvHeadroom"] == "everywhere"

@@ -322,8 +322,14 @@ async def test_a_standby_takes_over_the_holds_of_the_leader_over_tls(tmp_path: P
         ("- {match: {a: b}, policy: {name: a}}", "rule 1: policy: holds nothing; write stopPolicy"),
         ("- {match: {a: b}, policy: {name: a, mode: Active}}", "mode: no alert lends; write"),
         ("- {match: {a: b}, policy: {name: a, mde: Off}}", "mde: there is no such field; did you"),
-        ("- {match: {a: b}, policy: {name: a, mode: Off}, limit: 5s}", "limit: 5s is too short"),
+        ("- {match: {a: b}, policy: {name: a, mode: Off}, limit: 5s}", "5s is out of bounds"),
         ("- {match: {a: b}, policy: {name: a, mode: Off}, limit: 5}", "Expected `str`, got `int`"),
+        ("- {match: {a: b}, policy: {name: a, mode: Off}, limit: 9000h}", "write 1m to 8760h"),
+        ("- {match: {a: b}, policy: {name: a, mode: Off}, limit: soon}", "'soon' is no duration"),
+        (
+            "- {match: {a: b}, policy: {name: a, mode: Off}, nodeLabels: {'': n}}",
+            "matchExpressions[0].key: String should have at least 1 char",
+        ),
         (
             "- match: {a: b}\n  nodeName: n\n"
             "  policy: {name: a, mode: Off, nodeSelector: {names: [x]}}",
