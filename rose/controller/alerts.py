@@ -161,8 +161,8 @@ def plan(
     group: AlertGroup,
     known: Mapping[str, CapacityPolicy],
     wall_s: float,
-) -> tuple[list[CapacityPolicy], list[str]]:
-    """Return the policies to put in force for a group of alerts, and names of those to delete.
+) -> list[PolicyApplied | PolicyDeleted]:
+    """Return the changes that a group of alerts makes to the policies in force, in order.
 
     Alerts that were left out of the message may be any with the group's common labels, so they
     match what those do not contradict, hold all nodes of a rule, and end no policy.
@@ -170,22 +170,23 @@ def plan(
     key = hashlib.sha256(group.group_key.encode()).hexdigest()[:12]
     firing = [alert.labels for alert in group.alerts if alert.status == "firing"]
     unknown = group.truncated_alerts > 0 and group.status == "firing"
-    wanted = []
+    wanted = {}
     for rule in rules:
         alerts = [labels for labels in firing if rule.matches(labels)]
         if unknown and rule.matches(group.common_labels, partly=True):
             alerts.append({"alertname": group.common_labels.get("alertname", "")})
         if alerts:
-            wanted.append(rule.policy_for(alerts, key, wall_s))
-    kept = {policy.name for policy in wanted}
-    over = [
-        name
-        for name, policy in known.items()
-        if _NAME.fullmatch(name) and name not in kept
-        if (name.endswith(key) and not unknown)
-        or (policy.until is not None and policy.until.timestamp() <= wall_s)
+            policy = rule.policy_for(alerts, key, wall_s)
+            wanted[policy.name] = policy
+    ours = {name: known[name] for name in known if _NAME.fullmatch(name) and name not in wanted}
+    past = [name for name, each in ours.items() if each.until and each.until.timestamp() <= wall_s]
+    ended = [] if unknown else [name for name in ours if name.endswith(key) and name not in past]
+    # Expired policies make room first; a hold under a new name precedes the end of the old one.
+    return [
+        *map(PolicyDeleted, past),
+        *(PolicyApplied(each) for each in wanted.values() if each != known.get(each.name)),
+        *map(PolicyDeleted, ended),
     ]
-    return wanted, over
 
 
 class AlertReceiver:
@@ -250,17 +251,17 @@ class AlertReceiver:
             raise _later("this scheduler is a standby; the one that leads takes alerts")
         try:
             known, _ = service.policies_in_force()
-            wanted, over = plan(self._rules, group, known, self._wall_clock())
-            for policy in wanted:
-                if policy != known.get(policy.name):
-                    await service.ask(PolicyApplied(policy), BY)
-            for name in over:
-                await service.ask(PolicyDeleted(name), BY)
+            changes = plan(self._rules, group, known, self._wall_clock())
+            for change in changes:
+                await service.ask(change, BY)
         except (TimeoutError, LeadershipLostError, RefusedError, ConfigError, PolicyError) as error:
             raise _later(str(error) or "the store takes no writes for now") from None
-        names = [policy.name for policy in wanted]
-        self._events("alerts_taken", alerts=len(group.alerts), policies=names, ended=over)
-        return web.json_response({"policies": names, "ended": over})
+        done = {
+            "applied": [each.policy.name for each in changes if isinstance(each, PolicyApplied)],
+            "ended": [each.name for each in changes if isinstance(each, PolicyDeleted)],
+        }
+        self._events("alerts_taken", alerts=len(group.alerts), **done)
+        return web.json_response(done)
 
 
 _GROUP: Final = msgspec.json.Decoder(AlertGroup)
