@@ -612,7 +612,7 @@ CHAT = {"name": "chat", "mode": "Active"}
 ENDS = {"rose policy diff policy.json": 1, "rose status --watch 5": 130}
 # Examples of `doctor` and `completion` look at the machine, or make every parser there is; those of
 # `sim` take minutes.
-ELSEWHERE = {"advise", "doctor", "completion", "sim"}
+ELSEWHERE = {"advise", "doctor", "completion", "init", "sim"}
 
 
 def test_every_command_has_an_example_of_itself() -> None:
