@@ -111,7 +111,8 @@ def test_rules_of_alerts_reach_schedulers_and_alertmanager_their_port(tmp_path: 
     }
     assert {str(settings.alerts), str(settings.alerts_token_file)} <= mounts
     port = {"name": "alerts", "port": 7490, "targetPort": "alerts", "protocol": "TCP"}
-    assert port in found["Service/r-scheduler"]["spec"]["ports"]
+    for service in ("r-scheduler", "r-leader"):
+        assert port in found[f"Service/{service}"]["spec"]["ports"]
     into = found["NetworkPolicy/r-scheduler"]["spec"]["ingress"]
     assert {"protocol": "TCP", "port": 7490} in [port for each in into for port in each["ports"]]
     assert "ConfigMap/r-scheduler-alerts" not in objects()
