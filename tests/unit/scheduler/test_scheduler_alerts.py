@@ -14,12 +14,15 @@ from unittest.mock import Mock
 
 import aiohttp
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from service_cases import Bench, FakeNode, running
 
 from elastic_scheduler import HarvestMode
+from elastic_scheduler.capacity import parse_policy
 from rose.addresses import free_port
 from rose.cli.main import main
-from rose.controller.alerts import AlertReceiver, read_rules
+from rose.controller.alerts import AlertReceiver, AlertRule, read_rules
 from rose.dashboard import LeaderInfo, Watch
 from rose.errors import ConfigError
 from rose.main.scheduler import SchedulerSettings, serve, settings_of
@@ -198,6 +201,25 @@ async def test_rules_say_which_nodes_an_alert_holds_and_how_long(
     assert found == policies
 
 
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
+LABELS = st.dictionaries(st.sampled_from(["alertname", "instance", "pool"]), TEXT)
+
+
+@given(st.lists(LABELS, min_size=1, max_size=20), st.floats(0, 4e9))
+@settings(max_examples=100)
+def test_whatever_labels_alerts_have_a_policy_is_made_that_a_store_keeps(
+    alerts: list[dict[str, str]], wall_s: float
+) -> None:
+    rule = AlertRule({"a": "b"}, {"name": "p", "mode": "Off"}, "instance", {"pool": "pool"}, "1h")
+    made = rule.policy_for(alerts, "0" * 12, wall_s)
+    assert parse_policy(made.to_json()) == made
+    assert made.until is not None
+    assert 3_600 < made.until.timestamp() - wall_s <= 3_660
+    for labels in alerts:
+        node, pool = labels.get("instance") or "any", labels.get("pool") or "any"
+        assert made.node_selector.matches(node, {"pool": pool}), "its own node is held"
+
+
 async def test_a_hold_outlives_the_leader_and_ends_by_its_limit_or_an_operator(
     tmp_path: Path,
 ) -> None:
@@ -285,15 +307,15 @@ async def test_a_standby_takes_over_the_holds_of_the_leader_over_tls(tmp_path: P
     tls = {"ssl": context, "server_hostname": server_name(Role.SCHEDULER, "prod")}
     async with aiohttp.ClientSession() as session, asyncio.timeout(4 * PATIENCE_S):
         for name in ("one", "other"):
-            settings = SchedulerSettings(
+            options = SchedulerSettings(
                 "127.0.0.1", 0, StoreName(str(tmp_path / "s.sqlite")), tmp_path / name,
                 HarvestMode.OFF, 1.0, certificates=made.of(Role.SCHEDULER, name),
                 alerts=tmp_path / "rules.yaml", alerts_token_file=tmp_path / "token",
                 alerts_address=f"127.0.0.1:{free_port()}",
             )  # fmt: skip
             stops.append(asyncio.Event())
-            tasks.append(asyncio.create_task(serve(settings, stops[-1])))
-            url = f"https://{settings.alerts_address}/v1/alerts"
+            tasks.append(asyncio.create_task(serve(options, stops[-1])))
+            url = f"https://{options.alerts_address}/v1/alerts"
             senders.append(Sender(url, session, **tls))
             log = tmp_path / name / "events-scheduler.jsonl"
             while not (log.exists() and "scheduler_started" in log.read_text()):  # noqa: ASYNC110
