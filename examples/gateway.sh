@@ -8,7 +8,7 @@ set -euo pipefail
 
 mkdir -p run/logs
 
-# Nothing is lent before a policy says `mode: Active`: rose policy set everywhere mode=Active
+# Nothing is lent before a policy says `mode: Active`: rose policy set --create everywhere mode=Active
 # `rose stop-all` takes everything back.
 rose scheduler \
   --port 7400 \

@@ -42,7 +42,9 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
 
         cls.log.warning("a diffusion model's host is not observed; it serves on without ROSE")
         name = "Async" * bool(vllm_config.scheduler_config.async_scheduling)
-        stock = getattr(diffusion_scheduler, f"Diffusion{name}Scheduler")
+        # Some versions have the asynchronous one alone.
+        asynchronous = diffusion_scheduler.DiffusionAsyncScheduler
+        stock = getattr(diffusion_scheduler, f"Diffusion{name}Scheduler", asynchronous)
         return stock(vllm_config, *args, **kwargs)
 
     def __init__(self, *args: object, **kwargs: object) -> None:

@@ -86,6 +86,7 @@ def _add_arguments(verb: argparse.ArgumentParser, name: str) -> None:
             verb.add_argument("node", nargs="?", default="", metavar="NODE", help="default: all")
     if name == "set":
         verb.add_argument("changes", nargs="+", metavar="FIELD=VALUE")
+        verb.add_argument("--create", action="store_true", help="make the policy if there is none")
     if name in ("apply", "set"):
         verb.add_argument(
             "--allow-no-nodes",
@@ -267,7 +268,10 @@ def _set(args: argparse.Namespace) -> int:
     from elastic_scheduler.errors import PolicyError
 
     client = client_of(args)
-    view = _named(client.policies(), args.name)
+    views = client.policies()
+    if args.create and all(view.name != args.name for view in views):
+        views = [*views, pb.PolicyView(name=args.name, policy=json.dumps({"name": args.name}))]
+    view = _named(views, args.name, "; `rose policy set --create` makes one")
     said = json.loads(view.policy)
     for change in args.changes:
         path, equals, text = change.partition("=")
@@ -302,12 +306,12 @@ def _delete(args: argparse.Namespace) -> int:
     return ExitCode.DONE
 
 
-def _named(views: list[pb.PolicyView], name: str) -> pb.PolicyView:
+def _named(views: list[pb.PolicyView], name: str, hint: str = "") -> pb.PolicyView:
     for view in views:
         if view.name == name:
             return view
     known = ", ".join(view.name for view in views) or "none"
-    raise RefusedError(f"there is no policy {name!r}; in force: {known}")
+    raise RefusedError(f"there is no policy {name!r}; in force: {known}{hint}")
 
 
 def _read(file: Path) -> "tuple[CapacityPolicy, ...]":

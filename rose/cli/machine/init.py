@@ -383,6 +383,6 @@ def _explain(folder: Path, files: FirstFiles, server: Server | None) -> None:
         f"  rose node --config {folder / 'node.json'}",
         f"what could be lent, and why: http://127.0.0.1:{files.ports['dashboard']}, or"
         f" `rose policy explain{to}`",
-        f"lend it: rose policy set everywhere mode=Active{to}",
+        f"lend it: rose policy set --create everywhere mode=Active{to}",
         f"and train: python {folder / 'trainer.py'}",
     )

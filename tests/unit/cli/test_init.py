@@ -85,7 +85,7 @@ def test_ports_that_are_taken_are_left_alone(
         (tmp_path / "run/gateway.sh").read_text()
     )
     said = capsys.readouterr().out
-    assert f"rose policy set everywhere mode=Active --scheduler {scheduler}" in said
+    assert f"rose policy set --create everywhere mode=Active --scheduler {scheduler}" in said
 
 
 @pytest.mark.parametrize(

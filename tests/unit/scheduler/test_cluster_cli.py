@@ -287,7 +287,8 @@ async def test_a_policys_life_on_the_command_line(
     assert await rose(bench, "policy", "diff", file) == 1
     assert "policy serving: slackShare: 0.2 -> 0.5" in capsys.readouterr().out
     assert await rose(bench, "policy", "delete", "serving") == 0
-    capsys.readouterr()
+    assert await rose(bench, "policy", "set", "--create", "serving", "mode=Off", "--dry-run") == 0
+    assert 'policy serving: mode: null -> "Off"' in capsys.readouterr().out
     assert await rose(bench, "policy", "get", "-o", "json") == 0
     assert [each["name"] for each in json.loads(capsys.readouterr().out)] == ["cli"]
     assert await rose(bench, "policy", "get") == 0
@@ -402,7 +403,7 @@ async def test_a_dry_run_says_what_would_change_and_changes_nothing(
         (["set", "cli", "slackShare"], "write FIELD=VALUE"),
         (["set", "cli", "slackShre=1"], "did you mean slackShare?"),
         (["set", "cli", "mode.deep=1"], "set it whole"),
-        (["set", "other", "mode=Off"], "in force: cli"),
+        (["set", "other", "mode=Off"], "in force: cli; `rose policy set --create` makes one"),
         (["delete", "other"], "in force: cli"),
         (["get", "other"], "in force: cli"),
         (["explain", "nowhere"], "rose status"),
