@@ -102,7 +102,7 @@ def test_a_reader_of_the_readme_gets_turns_of_each_version_and_trains_again(fold
     name = f"walk-{os.getpid()}"
     said = ran(folder, *init, "--node", name)
     # Another process may have the usual port.
-    asked = re.search(r" --scheduler \S+$", said, re.M)
+    asked = re.search(r" --scheduler [\w.:]+", said)
     scheduler = asked[0].split() if asked else []
     with ExitStack() as started:
         started.callback(shutil.rmtree, f"/dev/shm/rose-{name}", ignore_errors=True)
