@@ -63,6 +63,7 @@ nightly: install install-sglang docs
 	$(BIN)/python -m pytest -q tests/trainers --durations=10 $(ARGS)
 	$(BIN)/python -m tests.chaos --seeds $(NIGHTLY_SEEDS)
 	scripts/cluster-tests
+	scripts/engine-matrix --no-tests
 
 # Of benchmarks.
 ENGINE ?= vllm

@@ -108,12 +108,15 @@ def main() -> int:
     parser.add_argument("requirements", nargs="*", default=WHEELS, metavar="ENGINE==VERSION")
     args = parser.parse_args()
     known = json.loads(TAKEN.read_text(encoding="utf-8")) if TAKEN.exists() else {}
+    failed = False
     for requirement in args.requirements:
-        known[requirement] = known.get(requirement, {}) | row(requirement, tests=not args.no_tests)
+        found = row(requirement, tests=not args.no_tests)
+        failed |= bool((found.get("tests") or {}).get("failed"))
+        known[requirement] = known.get(requirement, {}) | found
         sys.stdout.write(f"{requirement}: {json.dumps(known[requirement])}\n")
         sys.stdout.flush()
     TAKEN.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
-    return int(any((each.get("tests") or {}).get("failed") for each in known.values()))
+    return int(failed)
 
 
 if __name__ == "__main__":
