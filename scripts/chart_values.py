@@ -150,6 +150,7 @@ class Secrets(Strict):
     gateway: SecretName = _said("of role gateway", "")
     relay: SecretName = _said("of role relay", "")
     operator: SecretName = _said("of role operator: applies the policy, runs `helm test`", "")
+    viewer: SecretName = _said("of role viewer: reads everything, changes nothing", "")
     nodes: SecretName = _said(
         "of all nodes: ca.crt, and NODE.crt and NODE.key of each; a node's container sees its"
         " own alone",
@@ -452,6 +453,9 @@ class Rbac(Strict):
     create: bool = _said("viewer and editor of capacity policies; the controller's", True)
     aggregate: bool = _said("add them to the cluster's roles view, edit and admin", True)
     operators: tuple[Subject, ...] = _said("who may read the operator's certificate", ())
+    viewers: tuple[Subject, ...] = _said(
+        "who may read the viewer's certificate, which is there where they are", ()
+    )
 
 
 class Toolbox(Strict):

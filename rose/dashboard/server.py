@@ -3,7 +3,7 @@
 Who may read:
 
     on loopback                     ──► whoever reaches the port, by a name of this machine
-    elsewhere, with certificates    ──► an operator's certificate
+    elsewhere, with certificates    ──► an operator's or viewer's certificate
     with a token file, anywhere     ──► the token, as a password of any user or as a bearer
     elsewhere, with `--insecure`    ──► whoever reaches the port, as the operator said
 
@@ -32,7 +32,7 @@ from rose.dashboard.watch import BusyError, Watch
 from rose.errors import ConfigError
 from rose.process.http_port import HttpPort
 from rose.security.certificates import CertificateFiles, peer_over
-from rose.security.roles import Role
+from rose.security.roles import DASHBOARD_READERS
 from rose.security.tokens import SecretFile
 
 # A viewer that takes nothing for so long is gone.
@@ -146,10 +146,10 @@ class Access:
             )
         if not (self._token or self.tls):
             return
-        if self._bears_token(request) or self._is_operator(request):
+        if self._bears_token(request) or self._is_reader(request):
             return
         wanted = [
-            *(["an operator's certificate"] if self.tls else []),
+            *(["an operator's or viewer's certificate"] if self.tls else []),
             *(["the token, as the password of any user"] if self._token else []),
         ]
         raise web.HTTPUnauthorized(
@@ -171,7 +171,7 @@ class Access:
             return False
         return self._token.has(text.partition(":")[2])
 
-    def _is_operator(self, request: web.Request) -> bool:
+    def _is_reader(self, request: web.Request) -> bool:
         if not self.tls:
             return False
         try:
@@ -180,7 +180,7 @@ class Access:
             return False
         return (
             peer is not None
-            and peer.identity.role is Role.OPERATOR
+            and peer.identity.role in DASHBOARD_READERS
             and peer.identity.cluster == self._cluster
             and peer.not_after_s > self._clock()
         )

@@ -36,6 +36,7 @@ class Role(StrEnum):
     TRAINER = "trainer"
     OPERATOR = "operator"
     RELAY = "relay"
+    VIEWER = "viewer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,7 @@ class Leave:
 
 ANYTHING = Leave()
 Rules = Mapping[Role, Leave]
+_READ: Final[Rules] = MappingProxyType({Role.OPERATOR: ANYTHING, Role.VIEWER: ANYTHING})
 
 RPCS: Final[Mapping[str, Rules]] = MappingProxyType(
     {
@@ -164,18 +166,21 @@ RPCS: Final[Mapping[str, Rules]] = MappingProxyType(
         "DropJob": {Role.OPERATOR: ANYTHING},
         "SetHarvest": {Role.OPERATOR: ANYTHING},
         "Revoke": {Role.OPERATOR: ANYTHING},
-        "Snapshot": {Role.OPERATOR: ANYTHING},
+        "Snapshot": _READ,
         "EndJob": {Role.TRAINER: Leave("job"), Role.OPERATOR: ANYTHING},
         "ApplyPolicy": {Role.OPERATOR: ANYTHING},
         "DeletePolicy": {Role.OPERATOR: ANYTHING},
-        "ListPolicies": {Role.OPERATOR: ANYTHING},
-        "ExplainPolicy": {Role.OPERATOR: ANYTHING},
+        "ListPolicies": _READ,
+        "ExplainPolicy": _READ,
     }
 )
 """Roles that may call each method of `rose.v1.Scheduler`, with the permission of each."""
 
 HTTP_CALLERS: Final = frozenset({Role.TRAINER, Role.OPERATOR})
 """Roles that may use a gateway's routes: a trainer for its own job, an operator for any."""
+
+DASHBOARD_READERS: Final = frozenset(_READ)
+"""Roles that may read a scheduler's dashboard where it is served over TLS."""
 
 WEIGHT_READERS: Final = frozenset({Role.NODE, Role.RELAY, Role.TRAINER, Role.OPERATOR})
 """Roles that may fetch weights from publishers and relays."""

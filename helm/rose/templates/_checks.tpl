@@ -28,6 +28,7 @@
 {{- if $control }}{{ $roles = list "scheduler" "operator" }}{{ end }}
 {{- if include "rose.hasGateway" . }}{{ $roles = append $roles "gateway" }}{{ end }}
 {{- if $v.relay.enabled }}{{ $roles = append $roles "relay" }}{{ end }}
+{{- if and $control $v.rbac.create $v.rbac.viewers }}{{ $roles = append $roles "viewer" }}{{ end }}
 {{- if and $nodes (not $v.tls.certManager.enabled) (not $v.tls.secrets.nodeCa) }}{{ $roles = append $roles "nodes" }}{{ end }}
 {{- range $role := $roles }}
 {{- if not (include "rose.secret" (list $ $role)) }}

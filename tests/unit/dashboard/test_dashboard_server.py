@@ -112,8 +112,9 @@ async def test_over_the_network_an_operators_certificate_is_asked_for(tmp_path: 
     made = Certificates(tmp_path / "ca")
     files = made.of(Role.SCHEDULER, "s0")
     operator, trainer = made.of(Role.OPERATOR, "ada"), made.of(Role.TRAINER, "grpo")
+    viewer = made.of(Role.VIEWER, "auditor")
     async with served(DashboardFleet(1), files, host="0.0.0.0") as (_, url):
-        for shown, status in ((operator, 200), (trainer, 401), (None, 401)):
+        for shown, status in ((operator, 200), (viewer, 200), (trainer, 401), (None, 401)):
             context = ssl.create_default_context(cafile=str(made.ca.file))
             context.check_hostname = False
             if shown is not None:

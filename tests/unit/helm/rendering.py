@@ -55,7 +55,8 @@ SECRETS: Object = {
     "tls": {
         "insecure": False,
         "secrets": {
-            role: f"own-{role}" for role in ("scheduler", "gateway", "relay", "operator", "nodes")
+            role: f"own-{role}"
+            for role in ("scheduler", "gateway", "relay", "operator", "viewer", "nodes")
         },
     }
 }

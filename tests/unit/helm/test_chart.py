@@ -238,11 +238,13 @@ def test_a_nodes_container_sees_its_own_key_alone() -> None:
         assert keeper["restartPolicy"] == "Always"
 
 
+VIEWERS = [{"kind": "Group", "name": "auditors"}]
+
+
 def test_cert_manager_writes_what_the_code_reads() -> None:
     """URI and DNS name as rose/security/roles.py parses them."""
-    found = [
-        each for key, each in objects(CERT_MANAGER, RELAY).items() if key.startswith("Certificate/")
-    ]
+    made = objects(CERT_MANAGER, RELAY, {"rbac": {"viewers": VIEWERS}})
+    found = [each for key, each in made.items() if key.startswith("Certificate/")]
     roles = []
     for each in found:
         (uri,) = each["spec"]["uris"]
@@ -252,7 +254,7 @@ def test_cert_manager_writes_what_the_code_reads() -> None:
         assert each["spec"]["dnsNames"][0] == server_name(owner.role, "rose")
         assert set(each["spec"]["usages"]) >= {"server auth", "client auth"}
     assert sorted(roles) == sorted(
-        [Role.SCHEDULER, Role.GATEWAY, Role.OPERATOR, Role.RELAY, Role.NODE, Role.NODE]
+        [Role.SCHEDULER, Role.GATEWAY, Role.OPERATOR, Role.VIEWER, Role.RELAY, Role.NODE, Role.NODE]
     )
 
 
@@ -372,18 +374,22 @@ def rules(values: Object) -> list[Object]:
 
 
 def test_nobody_gets_more_than_policies_and_one_secret() -> None:
-    values = joined(SECRETS, {"rbac": {"operators": [{"kind": "User", "name": "ada"}]}})
+    people = {"operators": [{"kind": "User", "name": "ada"}], "viewers": VIEWERS}
+    values = joined(SECRETS, {"rbac": people})
+    read = []
     for rule in rules(values):
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         if "secrets" in rule["resources"]:
-            assert rule["resourceNames"] == ["own-operator"]
+            read += rule["resourceNames"]
             assert rule["verbs"] == ["get"]
         elif rule["resources"] in (["events"], ["pods/status"]):
             assert rule["verbs"] == ["create" if rule["resources"] == ["events"] else "patch"]
         else:
             assert rule["apiGroups"] == ["rose.dev"]
-    (subject,) = objects(values)["RoleBinding/r-operator"]["subjects"]
-    assert subject["name"] == "ada"
+    assert read == ["own-operator", "own-viewer"]
+    for role, name in (("operator", "ada"), ("viewer", "auditors")):
+        (subject,) = objects(values)[f"RoleBinding/r-{role}"]["subjects"]
+        assert subject["name"] == name
 
 
 def test_viewers_and_editors_are_aggregated() -> None:

@@ -126,6 +126,16 @@ TOGETHER: list[tuple[Object, str]] = [
     (joined(CERT_MANAGER, {"tls": {"insecure": True}}), "contradict each other"),
     (joined(CERT_MANAGER, {"tls": {"certManager": {"issuer": {"name": ""}}}}), "issuer.name"),
     (joined(CERT_MANAGER, {"tls": {"secrets": {"nodeCa": "ca"}}}), "leave it out beside"),
+    (
+        joined(
+            SECRETS,
+            {
+                "rbac": {"viewers": [{"kind": "User", "name": "v"}]},
+                "tls": {"secrets": {"viewer": ""}},
+            },
+        ),
+        r"tls\.secrets\.viewer",
+    ),
     (joined(SECRETS, RELAY, {"tls": {"secrets": {"relay": ""}}}), r"tls\.secrets\.relay"),
     ({"role": "nodes"}, "give schedulers"),
     ({"schedulers": ["s:7400"]}, "leave them out, or set role=nodes"),

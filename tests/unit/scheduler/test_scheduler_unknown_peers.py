@@ -203,6 +203,8 @@ REQUESTS = {
     "SetHarvest": pb.SetHarvestRequest(mode=pb.HARVEST_MODE_HOLD),
     "Revoke": pb.RevokeRequest(replica="none"),
     "Snapshot": pb.SnapshotRequest(),
+    "ListPolicies": pb.ListPoliciesRequest(),
+    "ExplainPolicy": pb.ExplainPolicyRequest(),
 }
 
 

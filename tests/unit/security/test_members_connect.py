@@ -84,12 +84,20 @@ async def test_node_gateway_trainer_and_operator_are_served(
             operator = SchedulerClient(address, certificates=cluster.of(Role.OPERATOR, "ada"))
             snapshot = await asyncio.to_thread(operator.snapshot)
             assert [job.job for job in snapshot.jobs] == ["grpo"]
+            viewer = SchedulerClient(address, certificates=cluster.of(Role.VIEWER, "auditor"))
+            assert (await asyncio.to_thread(viewer.snapshot)).jobs == snapshot.jobs
+            with pytest.raises(RefusedError, match="viewer auditor may not call SetHarvest"):
+                await asyncio.to_thread(viewer.set_harvest, pb.HARVEST_MODE_HOLD, "")
             # The trainer's certificate is renewed: its next call shows the new one.
             cluster.of(Role.TRAINER, "grpo")
             await register()
             for files, error, line in (
                 (None, UnavailableError, "give --ca, --certificate and --key"),
-                (cluster.of(Role.NODE, "n1"), RefusedError, "may not call Snapshot; operator may"),
+                (
+                    cluster.of(Role.NODE, "n1"),
+                    RefusedError,
+                    "may not call Snapshot; operator or viewer may",
+                ),
                 (
                     Certificates(tmp_path / "other").of(Role.OPERATOR, "eve"),
                     UnavailableError,
@@ -109,7 +117,7 @@ async def test_node_gateway_trainer_and_operator_are_served(
             await serving
     audited = verify(audit_file(tmp_path / "log", "scheduler"))
     assert audited.wrong == ""
-    assert audited.records >= 4
+    assert audited.records >= 5
 
 
 def test_a_process_refuses_a_certificate_of_another_role(
