@@ -153,7 +153,7 @@ chart: install
 	scripts/crd
 	scripts/chart
 
-images: install
+images:
 	scripts/images $(ARGS)
 
 # The documentation site, in out/docs. A link that leads nowhere fails.

@@ -9,13 +9,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import llvmlite.binding.ffi
-import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from weight_transfer.errors import WeightError
+
+
+class NoCompiler:
+    """Stand-in for numba and llvmlite where they are left out: kernels are defined, and raise
+    when they are called.
+    """
+
+    def __getattr__(self, _name: str) -> NoCompiler:
+        return self
+
+    def __call__(self, *_args: object, **_options: object) -> NoCompiler:
+        return self
+
+
+try:
+    import llvmlite.binding.ffi
+    import numba
+    from llvmlite import ir
+    from numba.core import cgutils, types
+    from numba.extending import intrinsic
+except ImportError:
+    # The control plane's image has neither: they are a third of its size, and nothing in it
+    # computes with weights.
+    numba = ir = cgutils = types = intrinsic = NoCompiler()
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 AHEAD = 64
@@ -33,8 +54,14 @@ def compiled(kernel: Kernel) -> Kernel:
     types.
 
     Machine code is kept on disk; where no folder is writable each process compiles it
-    (NUMBA_CACHE_DIR names a folder).
+    (NUMBA_CACHE_DIR names a folder). Without numba the kernel raises WeightError.
     """
+    if isinstance(numba, NoCompiler):
+
+        def missing(*_args: object) -> None:
+            raise WeightError("numba is missing, which computes with weights: pip install numba")
+
+        return cast("Kernel", missing)
     try:
         return cast("Kernel", numba.njit(nogil=True, cache=True)(kernel))
     except RuntimeError:
@@ -59,7 +86,8 @@ def _mend_llvmlite() -> None:
     handle.__getattr__ = named
 
 
-_mend_llvmlite()
+if not isinstance(numba, NoCompiler):
+    _mend_llvmlite()
 
 
 def _counting(count: Callable[[Any, Any], Any]) -> Any:  # noqa: ANN401 -- numba's own types

@@ -72,7 +72,7 @@ def of_sources() -> Image:
 def of_containerfile(folder: Path) -> Image:
     """Unpack the files that `make images` puts into the control plane's image."""
     said = (ROOT / "helm" / "images" / "rose.Containerfile").read_text()
-    (extras,) = re.findall(r"\$\{wheel\}\[([\w,]+)\]", said)
+    (run,) = re.findall(r"^RUN ((?:.*\\\n)*.*)$", said, re.M)
     # The line of the last stage.
     *_, variables = re.findall(r"^ENV (.+)$", said, re.M)
     assert '\nENTRYPOINT ["rose"]\n' in said
@@ -86,10 +86,11 @@ def of_containerfile(folder: Path) -> Image:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     wheel = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)]
     subprocess.run([*pip, *wheel], check=True, capture_output=True)
-    (made,) = folder.glob("*.whl")
-    subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-    install = [str(venv / "bin" / "pip"), "install", "-q", f"{made}[{extras}]"]
-    subprocess.run(install, check=True, capture_output=True)
+    run = run.replace("/venv", str(venv)).replace("/wheels", str(folder))
+    tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(
+        ["/bin/sh", "-ec", run], env={**os.environ, "PATH": tools}, check=True, capture_output=True
+    )
     env["PATH"] = env["PATH"].replace("/venv", str(venv)).replace("$PATH", os.environ["PATH"])
     return Image((str(venv / "bin" / "rose"),), env)
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from tests.unit.helm.rendering import ACTIVE, node_pod, pods
 
 ROOT = Path(__file__).parents[3]
-FILES = sorted((ROOT / "helm" / "images").glob("*.Containerfile"))
+EVERY = sorted((ROOT / "helm" / "images").glob("*.Containerfile"))
+HOSTS = [file for file in EVERY if file.stem.startswith("host-")]
+FILES = [file for file in EVERY if file not in HOSTS]
 
 
 def lines(file: Path, word: str) -> list[str]:
@@ -25,6 +28,36 @@ def test_an_image_runs_rose_as_nobody(file: Path) -> None:
     assert lines(file, "COPY")[0].startswith("*.whl "), "nothing but the wheel comes in"
     # A base may say `all`, which hands out every GPU to whoever asks for none.
     assert "NVIDIA_VISIBLE_DEVICES=void" in lines(file, "ENV")[0]
+
+
+@pytest.mark.parametrize("file", HOSTS, ids=lambda file: file.stem)
+def test_a_hosts_image_stays_what_the_engine_made_it(file: Path) -> None:
+    for word in ("ENTRYPOINT", "CMD", "USER", "ENV", "WORKDIR"):
+        assert not lines(file, word)
+    assert lines(file, "COPY") == ["*.whl /tmp/wheels/"]
+    (run,) = lines(file, "RUN")
+    assert "pip install --no-cache-dir --no-deps /tmp/wheels/" in run
+    assert lines(file, "FROM")[0].endswith(":${VERSION}")
+    assert lines(file, "ARG")[0].startswith("VERSION=v")
+
+
+def test_a_process_of_the_control_plane_needs_no_compiler_of_weights() -> None:
+    """Its image leaves numba out; whatever asks a kernel all the same is told so."""
+    modules = "main.scheduler gateway.app weight_distribution.relay node.daemon cli.machine.doctor"
+    said = f"""
+import sys
+sys.modules.update(numba=None, llvmlite=None)
+import {", ".join(f"rose.{name}" for name in modules.split())}
+from weight_transfer import WeightError
+from weight_transfer.kernels.simd import all_equal
+try:
+    all_equal(b"", 0)
+except WeightError as error:
+    assert "pip install numba" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", said], check=True, cwd=ROOT, timeout=60)
 
 
 def test_pods_run_as_their_images_do() -> None:
