@@ -1,29 +1,21 @@
 """Model of the chart's values: values.yaml, its JSON schema and the table in the docs come from it.
 
 What a node, a gateway and a policy may be told is not written again here: those fields are the
-models of the code itself. `scripts/chart` writes the three files; a test compares them.
+models of the code itself. scripts/chart_files.py writes what comes from it.
 
 Only `global` takes what it does not know, as Helm hands it to charts that have this one inside.
 """
 
-import json
-import re
-import sys
-import textwrap
-from collections.abc import Iterator, Sequence
-from enum import Enum
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.alias_generators import to_camel
 
 from elastic_scheduler import policy_names
-from elastic_scheduler.capacity import CapacityPolicy, PolicyMode, crd
+from elastic_scheduler.capacity import CapacityPolicy, PolicyMode
 from rose.gateway.settings import COUNTS, TIMES
 from rose.node.config import NodeConfig, ReplicaConfig
-from scripts.generated import ROOT, main, with_parts
 
 
 class Strict(BaseModel):
@@ -43,6 +35,7 @@ Quantity = Annotated[str, _pattern(r"[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?")
 Size = Annotated[str, _pattern(r"[0-9]+(Mi|Gi|Ti)")]
 Name = Annotated[str, _pattern(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")]
 SecretName = Annotated[str, _pattern(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?")]
+DnsLabel = Annotated[str, _pattern(r"([a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?)?")]
 Address = Annotated[str, _pattern(r"[^\s,/]+:[0-9]{1,5}")]
 Digest = Annotated[str, _pattern(r"(sha256:[0-9a-f]{64})?")]
 Percent = Annotated[str, _pattern(r"[0-9]{1,2}%|100%")] | Annotated[int, Field(ge=1)]
@@ -143,6 +136,68 @@ class Images(Strict):
     )
 
 
+class NamedSecret(Strict):
+    """Secret as pods name it."""
+
+    name: Name = _said("its name")
+
+
+class EnvVar(Strict):
+    """Environment variable of a container."""
+
+    name: Annotated[str, _pattern("[A-Za-z_][A-Za-z0-9_]*")] = _said("its name")
+    value: str = _said("its value", "")
+    value_from: Kube = _said("or the place that has it", {})
+
+
+class ServiceAccount(Strict):
+    """Service account of a kind of pod."""
+
+    annotations: Labels = _said("as workload identities of clouds want them", {})
+
+
+class Workload(Strict):
+    """Options that all pods take, by one template: rose.common in _helpers.tpl."""
+
+    node_selector: Labels = _said("labels of the machines that it runs on", {})
+    tolerations: tuple[Kube, ...] = _said("of taints", ())
+    affinity: Kube = _said("to machines and to other pods", {})
+    pod_annotations: Labels = _said("further ones of its pods", {})
+    pod_labels: Labels = _said("further ones of its pods; the chart's own stay", {})
+    extra_env: tuple[EnvVar, ...] = _said("further environment", ())
+    extra_args: tuple[str, ...] = _said("further options of its command", ())
+    extra_volumes: tuple[Kube, ...] = _said("further volumes", ())
+    extra_volume_mounts: tuple[Kube, ...] = _said("places of further volumes", ())
+    service_account: ServiceAccount = _said("annotations of its service account", ServiceAccount())
+
+
+class ControlWorkload(Workload):
+    """Options of all pods but nodes, whose place and priority the harvest decides."""
+
+    priority_class_name: SecretName = _said("priority class of its pods", "")
+    topology_spread_constraints: tuple[Kube, ...] | None = _said(
+        "null: where there are several, over machines and zones where possible; []: none", None
+    )
+
+
+class Commands(ControlWorkload):
+    """Jobs with the operator's commands: the policy, stop-all, resume, `helm test`, backups."""
+
+
+class Ingress(Strict):
+    """Ingress of a port."""
+
+    enabled: bool = _said("write it", False)
+    class_name: str = _said("its class; the cluster's default when empty", "")
+    annotations: Labels = _said(
+        "as the controller wants them; with certificates it has to speak HTTPS to the pods"
+        " (`nginx.ingress.kubernetes.io/backend-protocol: HTTPS`)",
+        {},
+    )
+    hosts: tuple[str, ...] = _said("names under which it is reached", ())
+    tls_secret: SecretName = _said("secret with the certificate of these names", "")
+
+
 class Secrets(Strict):
     """Secrets with ca.crt, tls.crt and tls.key: certificates of each role."""
 
@@ -191,9 +246,12 @@ class Tls(Strict):
     )
     secrets: Secrets = _said("secrets of your own", Secrets())
     cert_manager: CertManager = _said("or those of cert-manager", CertManager())
+    signer: ControlWorkload = _said(
+        "pod that signs certificates of nodes, where they ask for them", ControlWorkload()
+    )
 
 
-class OwnEtcd(Strict):
+class OwnEtcd(ControlWorkload):
     """An etcd of the chart's own."""
 
     enabled: bool = _said("run it; false where `store.endpoints` names another", True)
@@ -233,7 +291,7 @@ class AlertRules(Strict):
     rules: tuple[Kube, ...] = _said("which alerts hold which nodes, as that page has them", ())
 
 
-class Scheduler(Strict):
+class Scheduler(ControlWorkload):
     """Schedulers, of which one leads."""
 
     replicas: int = _said("how many; one leads, the others stand by", 2, ge=1, le=7)
@@ -258,6 +316,12 @@ class Scheduler(Strict):
         "",
     )
     alerts: AlertRules = _said("holds by alerts", AlertRules())
+    dashboard_token_secret: SecretName = _said(
+        "secret with the dashboard's token under `token`: the dashboard asks for it, and leaves"
+        " loopback",
+        "",
+    )
+    dashboard_ingress: Ingress = _said("of the dashboard, where it has a token", Ingress())
     service: Service = _said("of gRPC", Service())
     resources: Resources = _said("of each", _resources("200m", "256Mi", "1Gi"))
 
@@ -278,7 +342,7 @@ class Controller(Strict):
     )
 
 
-class Gateway(Strict):
+class Gateway(ControlWorkload):
     """Gateways: HTTP front of all replicas."""
 
     enabled: bool = _said("run them", True)
@@ -291,7 +355,50 @@ class Gateway(Strict):
     hosts: tuple[str, ...] = _said("names under which clients reach it, for its certificate", ())
     options: GatewayOptions = _said("further options", GatewayOptions())  # type: ignore[valid-type]
     service: Service = _said("of HTTP", Service())
+    ingress: Ingress = _said(
+        "for clients outside; it ends TLS, so callers show tokens (`tokenKeysSecret`)", Ingress()
+    )
     resources: Resources = _said("of each", _resources("500m", "512Mi", "2Gi"))
+
+
+class Persistence(Strict):
+    """Volumes of the records: audit log, usage and events."""
+
+    enabled: bool = _said(
+        "keep records on volumes: schedulers and gateways are StatefulSets then, with a disk each."
+        " Off by default, since a disk ties its pod to a zone, and a StatefulSet waits for a"
+        " machine that is lost; with `logFormat: json` a collector of logs has the records as well",
+        False,
+    )
+    size: Size = _said("of each disk", "2Gi")
+    storage_class: str = _said("of the disks; the cluster's default when empty", "")
+    existing_claim: SecretName = _said(
+        "or one claim that all of them write to (ReadWriteMany), each in a folder of its own", ""
+    )
+    node_folder: Annotated[str, _pattern("(/[^ ]+)?")] = _said(
+        "of nodes, on their machine: `records` in the shared folder when empty, which outlives pods"
+        " and no restart of a machine; another has to be there, of user 10001",
+        "",
+    )
+
+
+class Records(Strict):
+    """Audit log, usage and events of all processes."""
+
+    persistence: Persistence = _said("that they outlive their pods", Persistence())
+
+
+class Backup(Strict):
+    """Backups of the store (docs/operators/backup.md)."""
+
+    enabled: bool = _said("make them: a CronJob of `rose store backup`", False)
+    schedule: Annotated[str, _pattern(r"(\S+ ){4}\S+|@\w+")] = _said(
+        "minute, hour, day, month, weekday; of the cluster's clock", "17 3 * * *"
+    )
+    keep: int = _said("how many stay", 14, ge=1, le=1000)
+    size: Size = _said("of the disk with them, which `helm uninstall` keeps", "1Gi")
+    storage_class: str = _said("of the disk; the cluster's default when empty", "")
+    existing_claim: SecretName = _said("or a claim that is there", "")
 
 
 class RelayJob(Strict):
@@ -302,7 +409,7 @@ class RelayJob(Strict):
     verify_key: Annotated[str, _pattern("([0-9a-f]{64})?")] = _said("key of its trainer", "")
 
 
-class Relay(Strict):
+class Relay(ControlWorkload):
     """A relay: fetches weights once for this cluster and passes them on."""
 
     enabled: bool = _said("run it", False)
@@ -343,7 +450,7 @@ class PriorityClass(Strict):
     value: int = _said("below everything that serves", -1_000, le=-1)
 
 
-class Node(Strict):
+class Node(Workload):
     """Nodes: a daemon on each machine with the label."""
 
     config: NodeValues = _said(
@@ -355,7 +462,6 @@ class Node(Strict):
     node_selector: Labels = _said(
         "label off: ROSE leaves the machine", {"rose.dev/harvest": "enabled"}
     )
-    tolerations: tuple[Kube, ...] = _said("of taints", ())
     max_unavailable: Percent = _said("nodes that an upgrade restarts at once", "10%")
     shared_folder: SharedFolder = _said("with the host", SharedFolder())
     models: Models = _said("of guests", Models())
@@ -385,6 +491,9 @@ class Peers(Strict):
     monitoring: tuple[Kube, ...] = _said(
         "to /metrics",
         ({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}},),
+    )
+    dashboard: tuple[Kube, ...] = _said(
+        "to the dashboard, where it has a token: the proxy or Ingress before it", ()
     )
     dns: tuple[Kube, ...] = _said(
         "name servers",
@@ -472,10 +581,25 @@ class HelmTest(Strict):
     within_s: int = _said("by when guests must be gone", 30, ge=1, le=600)
 
 
+class Global(BaseModel):
+    """Values that Helm shares between charts; others than these are somebody else's."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, alias_generator=to_camel)
+
+    image_registry: str = _said("registry of all images, in the place of their own", "")
+    image_pull_secrets: tuple[Name | NamedSecret, ...] = _said("of a private registry", ())
+
+
 class Values(Strict):
     """All values of the chart."""
 
-    global_: Kube = Field(default={}, alias="global", description="Helm's; not used")
+    global_: Global = Field(
+        default=Global(), alias="global", description="shared with other charts"
+    )
+    name_override: DnsLabel = _said("name of the chart in names and labels, for `rose`", "")
+    fullname_override: Annotated[str, _pattern("([a-z]([-a-z0-9]{0,38}[a-z0-9])?)?")] = _said(
+        "begin of all names; else that of the release", ""
+    )
     role: Literal["all", "control", "nodes"] = _said(
         "what of ROSE this cluster has: nodes join the `schedulers` of another cluster", "all"
     )
@@ -497,9 +621,16 @@ class Values(Strict):
         "name in all certificates", "rose"
     )
     schedulers: tuple[Address, ...] = _said("of another cluster, for role nodes: HOST:PORT", ())
+    log_level: Literal["debug", "info", "warning", "error"] = _said(
+        "least level that processes log", "info"
+    )
+    log_format: Literal["text", "json"] = _said(
+        "json: an object a line, records included, on standard output; text: lines for people",
+        "json",
+    )
     policy: PolicyValues = _said("for all nodes: caps, reserves, windows", PolicyValues())  # type: ignore[valid-type]
     images: Images = _said("in mode Active by digest", Images())
-    image_pull_secrets: tuple[Name, ...] = _said("of a private registry", ())
+    image_pull_secrets: tuple[Name | NamedSecret, ...] = _said("of a private registry", ())
     tls: Tls = _said("identities; self-made where none are named and mode is not Active", Tls())
     store: Store = _said("etcd", Store())
     scheduler: Scheduler = _said("schedulers", Scheduler())
@@ -507,6 +638,9 @@ class Values(Strict):
     gateway: Gateway = _said("gateways", Gateway())
     relay: Relay = _said("relay", Relay())
     node: Node = _said("nodes", Node())
+    records: Records = _said("audit log, usage and events", Records())
+    backup: Backup = _said("backups of the store", Backup())
+    commands: Commands = _said("jobs with the operator's commands", Commands())
     network_policy: NetworkPolicies = _said("who reaches whom", NetworkPolicies())
     pod_disruption_budgets: bool = _said("one pod of a kind at a time", True)
     monitoring: Monitoring = _said("Prometheus and Grafana", Monitoring())
@@ -514,180 +648,3 @@ class Values(Strict):
     rbac: Rbac = _said("roles", Rbac())
     toolbox: Toolbox = _said("pod for an operator's commands", Toolbox())
     test: HelmTest = _said("`helm test`", HelmTest())
-
-
-# ---- what is written ----
-
-# Their fields have pages of their own: a table here would be a second one.
-_ELSEWHERE: Final = {
-    "policy": "../capacity-policy.md#the-fields",
-    "node.config": "../node.md#the-file",
-    "gateway.options": "../gateway.md",
-}
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of values.schema.json."""
-    made: dict[str, Any] = _helmed(Values.model_json_schema(by_alias=True))
-    made["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    # A chart that has this one as a dependency sets it as its condition.
-    made["properties"]["enabled"] = {"type": "boolean"}
-    return made
-
-
-_DROPPED: Final = frozenset({"title", "default", "format", "x-kubernetes-int-or-string"})
-
-
-def _helmed(part: Any, named: bool = False) -> Any:  # noqa: ANN401 - a JSON schema
-    """Leave out what Helm needs not; `named`: the keys are fields of values."""
-    if isinstance(part, list):
-        return [_helmed(each) for each in part]
-    if not isinstance(part, dict):
-        return part
-    said = {
-        key: _helmed(value, key in ("properties", "$defs") and not named)
-        for key, value in part.items()
-        if named or key not in _DROPPED
-    }
-    if not named and "x-kubernetes-int-or-string" in part:
-        said["type"] = ["integer", "string"]
-    return said
-
-
-def defaults() -> dict[str, Any]:
-    """Return the values that values.yaml has."""
-    # Values of these three models are written only where they are set.
-    whole: dict[str, Any] = json.loads(Values().model_dump_json(by_alias=True))
-    whole["policy"] = {}
-    whole["gateway"]["options"] = {}
-    whole["node"]["config"] = {"discover": {"folder": "/run/rose"}}
-    return whole
-
-
-def values_yaml() -> str:
-    """Return values.yaml, with a comment for each value."""
-    lines = ["# Written by `scripts/chart` from scripts/chart_values.py; a test compares them."]
-    lines += _written(Values, defaults(), 0, "")
-    return "\n".join(lines) + "\n"
-
-
-def _written(
-    model: type[BaseModel], values: dict[str, Any], depth: int, path: str
-) -> Iterator[str]:
-    indent = "  " * depth
-    for name, field in model.model_fields.items():
-        key = field.alias or name
-        here = f"{path}.{key}" if path else key
-        if key not in values:
-            continue
-        said = textwrap.wrap(_sentence(field.description or ""), 98 - len(indent))
-        yield from (f"{indent}# {line}" for line in said)
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel) and here not in _ELSEWHERE:
-            yield f"{indent}{key}:"
-            yield from _written(inner, values[key], depth + 1, here)
-        else:
-            text = yaml.safe_dump({key: values[key]}, sort_keys=False, width=98).rstrip()
-            yield from (f"{indent}{line}" for line in text.splitlines())
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
-def docs_table() -> str:
-    """Return a Markdown table of all values, as docs/operators/install.md has it."""
-    rows = ["| value | default | meaning |", "| --- | --- | --- |"]
-    rows += [
-        f"| `{path}` | {default} | {what} |" for path, default, what in _rows(Values, defaults())
-    ]
-    return "\n".join(rows)
-
-
-def _rows(
-    model: type[BaseModel], values: dict[str, Any], path: str = ""
-) -> Iterator[tuple[str, str, str]]:
-    for name, field in model.model_fields.items():
-        key = field.alias or name
-        here = f"{path}.{key}" if path else key
-        inner, value = field.annotation, values.get(key)
-        if here in _ELSEWHERE:
-            what = f"{field.description} ([fields]({_ELSEWHERE[here]}))"
-            yield here, f"`{json.dumps(value)}`" if value else "–", what
-        elif isinstance(inner, type) and issubclass(inner, BaseModel) and inner is not Resources:
-            yield from _rows(inner, value or {}, here)
-        else:
-            yield here, _shown(key, values), (field.description or "").replace("|", "\\|")
-
-
-def _shown(key: str, values: dict[str, Any]) -> str:
-    if key not in values:
-        return "required"
-    value = values[key]
-    if value is None or value in ("", [], {}):
-        return "–"
-    return f"`{value.value if isinstance(value, Enum) else json.dumps(value)}`"
-
-
-def as_json(schema: dict[str, Any]) -> str:
-    """Write a schema as the file has it: short lists on a line."""
-    text = json.dumps(schema, indent=1)
-    return re.sub(r"\[\s+((?:[^\[\]{}\n]+\n?\s*)+?)\]", _on_one_line, text) + "\n"
-
-
-def _on_one_line(found: re.Match[str]) -> str:
-    return "[" + " ".join(found[1].split()) + "]"
-
-
-# ---- RoseCapacityPolicy ----
-
-
-def rules_table() -> str:
-    """Return a Markdown table of what the API server refuses beside wrong types."""
-    rows = ["| where | it holds that | else |", "| --- | --- | --- |"]
-    for path, part in _parts(_object_schema()):
-        for rule in part.get("x-kubernetes-validations", ()):
-            text = rule["rule"].replace("|", "\\|")
-            rows.append(f"| `{path or 'object'}` | `{text}` | {rule['message']} |")
-    return "\n".join(rows)
-
-
-def status_table() -> str:
-    """Return a Markdown table of the status of an object."""
-    rows = ["| field | meaning |", "| --- | --- |"]
-    for path, part in _parts(_object_schema()["properties"]["status"], "status"):
-        if part.get("description") and path != "status" and not path.endswith("[]"):
-            rows.append(f"| `{path}` | {part['description']} |")
-    return "\n".join(rows)
-
-
-def _object_schema() -> dict[str, Any]:
-    found: dict[str, Any] = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    return found
-
-
-def _parts(part: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    yield path, part
-    for name, inner in part.get("properties", {}).items():
-        yield from _parts(inner, f"{path}.{name}" if path else name)
-    if "properties" in part.get("items", {}):
-        yield from _parts(part["items"], f"{path}[]")
-
-
-CHART: Final = ROOT / "helm" / "rose"
-OPERATORS: Final = ROOT / "docs" / "operators"
-
-
-def files() -> dict[Path, str]:
-    """Return the text that each generated file should have, by path."""
-    rules = {"rules": rules_table(), "status": status_table()}
-    return {
-        CHART / "values.yaml": values_yaml(),
-        CHART / "values.schema.json": as_json(schema()),
-        **with_parts(OPERATORS / "install.md", {"values": docs_table()}),
-        **with_parts(OPERATORS / "policy-objects.md", rules),
-    }
-
-
-if __name__ == "__main__":
-    sys.exit(main(files, "scripts/chart"))

@@ -3,10 +3,13 @@
 {{- $v := .Values }}
 {{- $control := include "rose.hasControl" . }}
 {{- $nodes := include "rose.hasNodes" . }}
-{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" .Release.Name) }}
-{{- fail (printf "the release's name %s begins the names of Services: give one of small letters, digits and dashes that begins with a letter" .Release.Name) }}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" (.Values.fullnameOverride | default .Release.Name)) }}
+{{- fail (printf "the release's name %s begins the names of Services: give one of small letters, digits and dashes that begins with a letter, or fullnameOverride" .Release.Name) }}
 {{- end }}
 {{- if $v.trial }}
+{{- if or $v.backup.enabled $v.records.persistence.enabled }}
+{{- fail "trial=true keeps nothing, and its store is a file on the scheduler's disk: leave backup and records.persistence out" }}
+{{- end }}
 {{- if include "rose.active" . }}
 {{- fail "trial=true is for looking, with a store and certificates that are not for production: leave trial out for mode Active, or set mode=Advisory" }}
 {{- end }}
@@ -38,6 +41,9 @@
 {{- if and $v.tls.secrets.nodeCa (or $v.tls.secrets.nodes $v.tls.certManager.nodes) }}
 {{- fail "tls.secrets.nodeCa signs the certificates that nodes ask for: leave it out beside tls.secrets.nodes and tls.certManager.nodes" }}
 {{- end }}
+{{- end }}
+{{- if and $v.rbac.viewers (include "rose.selfMade" .) }}
+{{- fail "rbac.viewers: self-made certificates are in no secret that somebody could read: give tls.secrets.viewer or tls.certManager, or leave viewers out" }}
 {{- end }}
 {{- if and (not $control) (not $v.schedulers) }}
 {{- fail "role nodes joins the scheduler of another cluster: give schedulers, as {HOST:PORT}" }}
@@ -72,6 +78,20 @@
 {{- end }}
 {{- if and $v.controller.nodeLabels (not $v.controller.enabled) }}
 {{- fail "controller.nodeLabels are read by the controller: set controller.enabled=true" }}
+{{- end }}
+{{- if and $v.scheduler.dashboardTokenSecret (not $v.scheduler.dashboardPort) }}
+{{- fail "scheduler.dashboardTokenSecret: there is no dashboard; give scheduler.dashboardPort" }}
+{{- end }}
+{{- if and $v.scheduler.dashboardIngress.enabled (not $v.scheduler.dashboardTokenSecret) }}
+{{- fail "scheduler.dashboardIngress: the dashboard is on loopback, and outside of it asks for a token; give scheduler.dashboardTokenSecret" }}
+{{- end }}
+{{- if and $v.scheduler.dashboardIngress.enabled (not (include "rose.hasLeaderService" .)) }}
+{{- fail "scheduler.dashboardIngress leads to the scheduler that leads, and schedulers mark it by a token of the API server: set controller.enabled=true without a kubeconfigSecret, or scheduler.replicas=1" }}
+{{- end }}
+{{- range $face := list $v.scheduler.dashboardIngress $v.gateway.ingress }}
+{{- if and $face.enabled (not $face.hosts) }}
+{{- fail "an Ingress is enabled and has no name: give its hosts" }}
+{{- end }}
 {{- end }}
 {{- if and $v.scheduler.holdS (ne $v.scheduler.policy "rose") }}
 {{- fail "scheduler.holdS is of the policy rose: leave it out, or set scheduler.policy=rose" }}

@@ -1,10 +1,12 @@
 {{- define "rose.name" -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- $name := .Release.Name -}}
+{{- with .Values.nameOverride }}{{ if not (contains . $name) }}{{ $name = printf "%s-%s" $name . }}{{ end }}{{ end -}}
+{{- .Values.fullnameOverride | default $name | trunc 40 | trimSuffix "-" -}}
 {{- end }}
 
 {{- /* Labels that select: (list $ "scheduler") */ -}}
 {{- define "rose.selector" -}}
-app.kubernetes.io/name: rose
+app.kubernetes.io/name: {{ (index . 0).Values.nameOverride | default "rose" }}
 app.kubernetes.io/instance: {{ (index . 0).Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
@@ -34,13 +36,24 @@ helm.sh/chart: {{ printf "%s-%s" $.Chart.Name ($.Chart.Version | replace "+" "_"
 {{- if eq .Values.mode "Active" }}true{{ end -}}
 {{- end }}
 
+{{- /* A repository, in the registry of all charts where there is one. */ -}}
+{{- define "rose.repository" -}}
+{{- $registry := get ((index . 0).Values.global | default dict) "imageRegistry" -}}
+{{- $repository := (index (index . 0).Values.images (index . 1)).repository -}}
+{{- if $registry -}}
+{{ trimSuffix "/" $registry }}/{{ regexReplaceAll "^(localhost|[^/]*[.:][^/]*)/" $repository "" }}
+{{- else -}}
+{{ $repository }}
+{{- end -}}
+{{- end }}
+
 {{- /* By what it is: (list $ "control") */ -}}
 {{- define "rose.image" -}}
 {{- $image := index (index . 0).Values.images (index . 1) -}}
 {{- if $image.digest -}}
-{{ $image.repository }}@{{ $image.digest }}
+{{ include "rose.repository" . }}@{{ $image.digest }}
 {{- else if or $image.unpinned (not (include "rose.active" (index . 0))) -}}
-{{ $image.repository }}:{{ $image.tag | default (index . 0).Chart.AppVersion }}
+{{ include "rose.repository" . }}:{{ $image.tag | default (index . 0).Chart.AppVersion }}
 {{- else -}}
 {{- /* What is wrong besides may be why nobody gave it. */ -}}
 {{- include "rose.checks" (index . 0) -}}
@@ -49,10 +62,10 @@ helm.sh/chart: {{ printf "%s-%s" $.Chart.Name ($.Chart.Version | replace "+" "_"
 {{- end }}
 
 {{- define "rose.pullSecrets" -}}
-{{- with .Values.imagePullSecrets }}
+{{- with concat (get (.Values.global | default dict) "imagePullSecrets" | default list) .Values.imagePullSecrets }}
 imagePullSecrets:
   {{- range . }}
-  - name: {{ . }}
+  - name: {{ kindIs "map" . | ternary (get (kindIs "map" . | ternary . dict) "name") . }}
   {{- end }}
 {{- end }}
 {{- end }}
@@ -114,6 +127,79 @@ etcd://{{ join "," $hosts }}/{{ .Values.store.prefix }}
 {{- end }}
 {{- end }}
 
+{{- /* Options of a process that opens the store, and the files that they name. */ -}}
+{{- define "rose.storeArgs" -}}
+- --store={{ include "rose.store" . }}
+{{- with .Values.store.user }}
+- --store-user={{ . }}
+- --store-password-file=/etc/rose/store-password/password
+{{- end }}
+{{- if .Values.store.tlsSecret }}
+- --store-ca=/etc/rose/store/ca.crt
+- --store-cert=/etc/rose/store/tls.crt
+- --store-key=/etc/rose/store/tls.key
+{{- end }}
+{{- end }}
+
+{{- define "rose.storeMounts" -}}
+{{- if .Values.store.tlsSecret }}
+- { name: store-tls, mountPath: /etc/rose/store, readOnly: true }
+{{- end }}
+{{- if .Values.store.passwordSecret }}
+- { name: store-password, mountPath: /etc/rose/store-password, readOnly: true }
+{{- end }}
+{{- end }}
+
+{{- define "rose.storeVolumes" -}}
+{{- if .Values.store.tlsSecret }}
+- { name: store-tls, secret: { secretName: {{ .Values.store.tlsSecret }}, defaultMode: 0440 } }
+{{- end }}
+{{- if .Values.store.passwordSecret }}
+- { name: store-password, secret: { secretName: {{ .Values.store.passwordSecret }}, defaultMode: 0440 } }
+{{- end }}
+{{- end }}
+
+{{- /* A part of a process with records: (list $ KIND PART); parts: kind, spec, folder, volume. */ -}}
+{{- define "rose.records" -}}
+{{- $ := index . 0 -}}
+{{- $kind := index . 1 -}}
+{{- $part := index . 2 -}}
+{{- $kept := $.Values.records.persistence -}}
+{{- if eq $part "kind" -}}
+{{ ternary "StatefulSet" "Deployment" $kept.enabled }}
+{{- else if eq $part "folder" -}}
+/var/log/rose{{ if and $kept.enabled $kept.existingClaim }}/$(POD_NAME){{ end }}
+{{- else if eq $part "volume" -}}
+{{- if not $kept.enabled -}}
+- { name: logs, emptyDir: { sizeLimit: 2Gi } }
+{{- else if $kept.existingClaim -}}
+- { name: logs, persistentVolumeClaim: { claimName: {{ $kept.existingClaim }} } }
+{{- end }}
+{{- else if eq $part "spec" -}}
+serviceName: {{ include "rose.name" $ }}-{{ $kind }}
+podManagementPolicy: Parallel
+{{- if not $kept.existingClaim }}
+volumeClaimTemplates:
+  - metadata:
+      name: logs
+      labels: {{- include "rose.selector" (list $ $kind) | nindent 8 }}
+    spec:
+      accessModes: [ReadWriteOnce]
+      {{- with $kept.storageClass }}
+      storageClassName: {{ . }}
+      {{- end }}
+      resources: { requests: { storage: {{ $kept.size }} } }
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- /* A node's folder of records, on the machine; empty where they go with the pod. */ -}}
+{{- define "rose.nodeRecords" -}}
+{{- with .Values.records.persistence -}}
+{{- if .enabled }}{{ .nodeFolder | default (printf "%s/records" $.Values.node.sharedFolder.path) }}{{ end -}}
+{{- end -}}
+{{- end }}
+
 {{- /* How a node reaches its GPUs; nothing unless it is to lend. */ -}}
 {{- define "rose.access" -}}
 {{- if include "rose.active" . -}}
@@ -173,6 +259,56 @@ seccompProfile: { type: RuntimeDefault }
 {{- end }}
 {{- end }}
 
+{{- /*
+Options that every workload takes, a part at a time: (list $ KIND PART), and of "metadata" also the
+annotations and labels that the chart has. Parts: metadata, pod, env, args, volumes, mounts, serviceAccount.
+*/ -}}
+{{- define "rose.common" -}}
+{{- $ := index . 0 -}}
+{{- $kind := index . 1 -}}
+{{- $part := index . 2 -}}
+{{- $v := $.Values -}}
+{{- $options := get (dict "scheduler" $v.scheduler "gateway" $v.gateway "relay" $v.relay "node" $v.node "etcd" $v.store.own "operator" $v.commands "backup" $v.commands "signer" $v.tls.signer) $kind -}}
+{{- if eq $part "metadata" -}}
+labels: {{- merge (include "rose.labels" (list $ $kind) | fromYaml) (len . | eq 5 | ternary (last .) dict) $options.podLabels | toYaml | nindent 2 }}
+{{- with merge (len . | lt 3 | ternary (slice . 3 | first | default dict) dict) $options.podAnnotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- else if eq $part "pod" -}}
+{{- include "rose.pullSecrets" $ }}
+{{- range $key := list "nodeSelector" "tolerations" "affinity" "priorityClassName" }}
+{{- with get $options $key }}
+{{ dict $key . | toYaml }}
+{{- end }}
+{{- end }}
+{{- $spread := $options.topologySpreadConstraints }}
+{{- if and (kindIs "invalid" $spread) (has $kind (list "scheduler" "gateway" "etcd")) }}
+topologySpreadConstraints: {{- include "rose.spread" (list $ $kind) | nindent 2 }}
+{{- else if $spread }}
+topologySpreadConstraints: {{- toYaml $spread | nindent 2 }}
+{{- end }}
+{{- else if eq $part "env" -}}
+{{- if ne $kind "etcd" }}{{ include "rose.env" $ }}{{ end }}
+{{- if has $kind (list "scheduler" "gateway" "relay" "node") }}
+- { name: ROSE_LOG_LEVEL, value: {{ $v.logLevel }} }
+- { name: ROSE_LOG_FORMAT, value: {{ $v.logFormat }} }
+{{- end }}
+{{- with $options.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- else if eq $part "args" -}}
+{{- with $options.extraArgs }}{{ toYaml . }}{{ end }}
+{{- else if eq $part "volumes" -}}
+{{- with $options.extraVolumes }}{{ toYaml . }}{{ end }}
+{{- else if eq $part "mounts" -}}
+{{- with $options.extraVolumeMounts }}{{ toYaml . }}{{ end }}
+{{- else if eq $part "serviceAccount" -}}
+{{- with $options.serviceAccount.annotations }}
+annotations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{- /* The whole file of a node; Kubernetes puts the machine's name in. */ -}}
 {{- define "rose.nodeConfig" -}}
 {{- $node := .Values.node -}}
@@ -197,7 +333,11 @@ seccompProfile: { type: RuntimeDefault }
 {{- /* In memory, and there for the next pod: beside the pages. */ -}}
 {{- $_ := set $config "run_dir" (printf "%s/node" $node.sharedFolder.path) -}}
 {{- $_ := set $config "weights_dir" "/var/lib/rose/node/weights" -}}
-{{- $_ := set $config "log_dir" "/var/log/rose" -}}
+{{- $_ := set $config "log_dir" (include "rose.nodeRecords" . | default "/var/log/rose") -}}
+{{- if and .Values.records.persistence.enabled (not .Values.records.persistence.nodeFolder) (not $config.logs) -}}
+{{- /* The shared folder is often memory, which is the host's. */ -}}
+{{- $_ := set $config "logs" (dict "file_bytes" 4194304 "files" 4) -}}
+{{- end -}}
 {{- $_ := set $config "metrics_port" (int $node.metricsPort) -}}
 {{- if .Values.monitoring.podMonitor -}}
 {{- $_ := set $config "metrics_host" "0.0.0.0" -}}
@@ -258,4 +398,19 @@ rose.dev/{{ .Release.Namespace }}.{{ include "rose.name" . }}
 {{- /* A Service may follow the leader where it is one pod, or marks itself by a token of the API server. */ -}}
 {{- define "rose.hasLeaderService" -}}
 {{- if and (include "rose.hasControl" .) (or (eq (int .Values.scheduler.replicas) 1) (include "rose.asksApiServer" .)) }}true{{ end -}}
+{{- end }}
+
+{{- define "rose.storeEgress" -}}
+{{- if .Values.store.own.enabled }}
+- to: {{- include "rose.ours" (list $ "etcd") | nindent 4 }}
+  ports: [ { protocol: TCP, port: 2379 } ]
+{{- else if .Values.store.endpoints }}
+- ports:
+    {{- range .Values.store.endpoints }}
+    - { protocol: TCP, port: {{ splitList ":" . | last }} }
+    {{- end }}
+  {{- with .Values.networkPolicy.peers.etcd }}
+  to: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
 {{- end }}

@@ -48,8 +48,19 @@ ALL: tuple[Object, ...] = (
     joined(TRIAL, {"images": {"control": {"digest": DIGEST}}}),
     joined(SELF_MADE, RELAY),
     ASK,
+    {"records": {"persistence": {"enabled": True}}, "backup": {"enabled": True}},
 )
-NAMES = ("least", "secrets", "cert-manager", "nodes", "control", "trial", "self-made", "ask")
+NAMES = (
+    "least",
+    "secrets",
+    "cert-manager",
+    "nodes",
+    "control",
+    "trial",
+    "self-made",
+    "ask",
+    "kept",
+)
 
 
 # ---- lint, defaults ----
@@ -342,7 +353,8 @@ def test_every_object_says_whose_it_is_and_every_pod_has_what_it_names(values: O
         denied = deny["podSelector"]["matchLabels"].items()
         assert denied <= pod_labels(found[key]).items(), key
         volumes = {volume["name"] for volume in pod.get("volumes", [])}
-        claims = {"data"} if key.startswith("StatefulSet") else set()
+        spec = found[key].get("spec", {})
+        claims = {each["metadata"]["name"] for each in spec.get("volumeClaimTemplates", [])}
         for container in containers(pod):
             mounts = {mount["name"] for mount in container["volumeMounts"]}
             assert mounts <= volumes | claims, key

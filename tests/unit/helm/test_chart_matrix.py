@@ -38,18 +38,47 @@ MODES: list[Object] = [
     *(joined(ACTIVE, {"access": way}) for way in ("dra-admin", "runtime-class", "privileged")),
 ]
 IDENTITIES: list[Object] = [{}, SECRETS, CERT_MANAGER, ASK]
+WORKLOAD: Object = {
+    "nodeSelector": {"pool": "a"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "affinity": {"podAntiAffinity": {}},
+    "podAnnotations": {"a/b": "c"},
+    "podLabels": {"team": "rl"},
+    "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+    "extraArgs": ["--more=1"],
+    "extraVolumes": [{"name": "more", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+    "serviceAccount": {"annotations": {"a/b": "c"}},
+}
+INGRESS: Object = {"enabled": True, "hosts": ["rose.example.net"], "tlsSecret": "rose-tls"}
 SWITCHES: list[Object] = [
     {},
     joined(
         RELAY,
         {
+            "commands": WORKLOAD,
+            "gateway": {**WORKLOAD, "ingress": INGRESS},
+            "scheduler": {
+                **WORKLOAD,
+                "dashboardTokenSecret": "dashboard",
+                "dashboardIngress": INGRESS,
+            },
+            "global": {"imageRegistry": "mirror.example.net"},
             "monitoring": {"podMonitor": True, "prometheusRule": True, "dashboards": True},
-            "node": {"sharedFolder": {"prepare": True}, "runFolder": "/var/lib/rose"},
-            "rbac": {"operators": [{"kind": "ServiceAccount", "name": "ops"}]},
+            "node": {
+                **WORKLOAD,
+                "sharedFolder": {"prepare": True},
+                "runFolder": "/var/lib/rose",
+            },
+            "rbac": {
+                "operators": [{"kind": "ServiceAccount", "name": "ops"}],
+                "viewers": [{"kind": "Group", "name": "auditors"}],
+            },
             "imagePullSecrets": ["registry"],
             "toolbox": {"enabled": True},
             "controller": {"nodeLabels": ["pool"]},
         },
+        {"store": {"own": WORKLOAD}, "relay": WORKLOAD},
     ),
     {
         "crds": {"install": False},
@@ -63,9 +92,16 @@ SWITCHES: list[Object] = [
 ]
 
 
+# A trial has neither.
+KEPT: Object = {"records": {"persistence": {"enabled": True}}, "backup": {"enabled": True}}
+
+
 def matrix() -> list[Object]:
     whole = [joined(*each) for each in itertools.product(ROLES, MODES, IDENTITIES, SWITCHES)]
-    return [*whole, TRIAL, joined(TRIAL, SWITCHES[1]), SELF_MADE]
+    kept = [joined(role, SWITCHES[1], KEPT) for role in ROLES]
+    # Certificates of a trial are self-made, and in no secret.
+    viewers = {"rbac": {"viewers": []}}
+    return [*whole, TRIAL, joined(TRIAL, SWITCHES[1], viewers), SELF_MADE, *kept]
 
 
 @pytest.mark.nightly
