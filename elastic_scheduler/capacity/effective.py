@@ -182,7 +182,8 @@ def effective(
     )
     if not matching:
         advice = effective([CapacityPolicy(name="none")], node, labels)
-        return replace(advice, policies=(), decided_by={"mode": NO_POLICY})
+        # Its deadline stays the node's own.
+        return replace(advice, policies=(), decided_by={"mode": NO_POLICY}, reclaim_deadline_s=None)
     decided = {"mode": NO_MODE}
     fold = _Fold(matching, decided)
     blackouts = tuple((p.name, window) for p in matching for window in p.blackout_windows)

@@ -142,6 +142,11 @@ class NodeVerdict:
     settled: bool = True
 
     @property
+    def told(self) -> tuple[HarvestMode, HarvestMode, bool]:
+        """Modes, and True if a policy matches: a change of these is logged."""
+        return self.mode, self.would, bool(self.policy.policies)
+
+    @property
     def advises(self) -> bool:
         """True if the node only reports what it would lend."""
         return self.policy.mode is PolicyMode.ADVISORY or self.mode is not self.would
@@ -553,7 +558,7 @@ class CapacityGate:
             verdict = self._judged(each, whys, settled=settled or not (whys or each.unlabelled))
             verdicts[each.name] = verdict
             before = self._verdicts.get(each.name)
-            if before is None or (before.mode, before.would) != (verdict.mode, verdict.would):
+            if before is None or before.told != verdict.told:
                 acts += self._said(verdict)
         self._verdicts = verdicts
         return acts

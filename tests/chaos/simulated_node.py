@@ -28,6 +28,7 @@ from rose.errors import RefusedError, UnavailableError
 from rose.node.daemon import NodeDaemon
 from rose.node.guest.supervisor import EngineState
 from rose.node.lease import LeaseAgent, Revoked
+from rose.node.order_spans import OrderSpans
 from rose.node.orders import STALE_AFTER_S, HarvestSwitch, SchedulerCaps
 from rose.node.replica import Replica, build_reports
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
@@ -438,6 +439,7 @@ class SimulatedNode(LoopProcess):
         if isinstance(self._caps, IgnorantCaps):
             self._caps.forever = "a lease lives for ever" in self._bugs
         self._orders = SimpleNamespace(harvest=self._harvest, caps=self._caps)
+        self._spans = OrderSpans()
         self._guard = GrantController(_GUARD, self._page.grant)
         self._chain = AnnouncedVersions()
         self._network = SimpleNamespace(follow=lambda known: None, enrol=lambda urls: None)

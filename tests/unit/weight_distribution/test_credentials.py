@@ -46,7 +46,9 @@ class Authority:
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         signed = (
-            development_ca._builder(subject, self._ca._certificate.subject, key, 3_600.0)
+            development_ca._builder(
+                subject, self._ca._certificate.subject, key.public_key(), 3_600.0
+            )
             .add_extension(x509.SubjectAlternativeName([address]), critical=False)
             .sign(self._ca._key, hashes.SHA256())
         )
