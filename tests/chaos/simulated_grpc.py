@@ -252,6 +252,10 @@ class ServerContext:
     async def write(self, message: Message) -> None:
         self._write(copied(message))
 
+    def invocation_metadata(self) -> tuple[()]:
+        """Metadata of the call: there is none."""
+        return ()
+
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
     ) -> NoReturn:
