@@ -44,12 +44,14 @@ def named(http: Any, name: str, priority: int, **fields: Any) -> Any:
 async def test_waiting_turns_go_by_priority_then_by_arrival() -> None:
     replica = StandInReplica(delay_s=0.01)
     async with serving(replica, row={"max_sequences": 1}) as (_, gw, http):
-        turns = [named(http, "first", LOW)]
+        # The first one lasts until all others wait, however slow this machine is.
+        turns = [named(http, "first", LOW, tokens=1_000)]
         await until(lambda: replica.live == 1)
         waiting = {"low-a": LOW, "high-a": HIGH, "middle": 0, "high-b": HIGH, "low-b": LOW}
         for name, priority in waiting.items():
             turns.append(named(http, name, priority))
             await until(lambda: gw.status().waiting == len(turns) - 1)
+        replica.delay_s = 0.0
         # More keep coming while places become free: they stand behind those of their priority.
         await until(lambda: gw.status().waiting < len(waiting))
         turns.append(named(http, "low-c", LOW))
