@@ -104,7 +104,16 @@ class EngineVersions:
 
 def missing(root: Path, surfaces: Iterable[str]) -> list[str]:
     """Return what the package in the folder `root` lacks, as texts such as `Scheduler.running`."""
-    return [lack for surface in surfaces for lack in _lacking(root, surface)]
+    return list(_missing(root, tuple(surfaces)))
+
+
+# Several parts of one engine ask for the same; its syntax trees are not kept.
+@lru_cache(maxsize=16)
+def _missing(root: Path, surfaces: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return tuple(lack for surface in surfaces for lack in _lacking(root, surface))
+    finally:
+        _tree.cache_clear()
 
 
 def _lacking(root: Path, surface: str) -> Iterator[str]:

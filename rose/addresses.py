@@ -54,6 +54,17 @@ def free_port() -> int:
     return free_ports(1)[0]
 
 
+def taken(port: int, host: str = "127.0.0.1") -> str:
+    """Return the system's words for why nobody can listen on a port now; "" if one can."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
 async def bound(bind: Callable[[], Awaitable[None]], patience_s: float = PATIENCE_S) -> None:
     """Await `bind()`, again and again for `patience_s` seconds while its port is taken. Raises its
     OSError.

@@ -33,6 +33,7 @@ from elastic_scheduler.leases.lease_table import HarvestMode
 
 NO_POLICY: Final = "no policy matches this node"
 NO_MODE: Final = "no policy has a mode"
+_DEFAULTS: Final = CapacityPolicy(name="none")
 _MODES: Final = tuple(PolicyMode)
 _STOPS: Final = tuple(StopPolicy)
 PATHS: Final[Mapping[str, str]] = {
@@ -181,7 +182,7 @@ def effective(
         )
     )
     if not matching:
-        advice = effective([CapacityPolicy(name="none")], node, labels)
+        advice = effective([_DEFAULTS], node, labels)
         # Its deadline stays the node's own.
         return replace(advice, policies=(), decided_by={"mode": NO_POLICY}, reclaim_deadline_s=None)
     decided = {"mode": NO_MODE}

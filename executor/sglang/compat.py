@@ -13,16 +13,17 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Final, NoReturn
 
 from executor.engine_settings import POLICY_VERSION
-from executor.engine_surfaces import EngineVersions, Support
+from executor.engine_surfaces import EngineVersions
 from executor.errors import ExecutorError
 
 TESTED: Final = ("0.5.23",)
 VERSIONS: Final = EngineVersions("SGLang", "sglang", TESTED, ("0.5.15", "0.5.24"))
+check_version: Final = VERSIONS.check
 STAMP: Final = "rose_version"
 SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 
@@ -47,14 +48,6 @@ def part_of_engine() -> EnginePart:
     target = getattr(multiprocessing.current_process(), "_target", None)
     name = getattr(target, "__name__", "")
     return EnginePart.OTHER if name == "run_detokenizer_process" else EnginePart.SCHEDULER
-
-
-def check_version(surfaces: Iterable[str], version: str | None = None) -> Support:
-    """Return the support of this SGLang (None: the one installed here) for a part with `surfaces`.
-
-    Raises ExecutorError if it is outside of the window, or lacks one of the names.
-    """
-    return VERSIONS.check(surfaces, version)
 
 
 def stand_around(hooks: Mapping[str, Hook]) -> None:

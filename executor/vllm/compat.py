@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
-from executor.engine_surfaces import EngineVersions, Support
+from executor.engine_surfaces import EngineVersions
 from executor.errors import ExecutorError
 
 TESTED: Final = ("0.25.0", "0.32.0")
 VERSIONS: Final = EngineVersions("vLLM", "vllm", TESTED, ("0.25.0", "0.34.0"))
+check_version: Final = VERSIONS.check
 # cmpl-<X-Request-Id>-<prompt index>, chatcmpl-<X-Request-Id>; some versions add 8 random digits.
 _COMPLETION = re.compile(r"cmpl-(?P<id>.+)-(?P<index>\d{1,4})(?:-[0-9a-f]{8})?")
 _CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
@@ -123,14 +124,6 @@ class IterationSurface(Protocol):
     """Type of vllm.v1.metrics.stats.IterationStats."""
 
     finished_requests: Sequence[FinishedSurface]
-
-
-def check_version(surfaces: Iterable[str], version: str | None = None) -> Support:
-    """Return the support of this vLLM (None: the one installed here) for a part with `surfaces`.
-
-    Raises ExecutorError if it is outside of the window, or lacks one of the names.
-    """
-    return VERSIONS.check(surfaces, version)
 
 
 def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 -- vLLM's config

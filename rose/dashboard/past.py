@@ -26,7 +26,7 @@ _TARGET: Final = "max by (instance, host) (rose_host_KIND_target_seconds{$s})"
 _LATE: Final = f"({_P95} > on (instance, host) {_TARGET})"
 _KV_BYTES: Final = "sum(rose_guest_kv_bytes{$s})"
 _TOK_S: Final = "sum(rate(rose_guest_tokens_total{$s}[$w]))"
-# In the order of `FLEET_LINES` and `NODE_LINES`.
+# Queries of the lines of `FLEET_LINES` and `NODE_LINES`, in that order.
 FLEET: Final = (
     _KV_BYTES,
     _TOK_S,

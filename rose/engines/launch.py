@@ -9,7 +9,6 @@ import importlib.util
 import os
 import re
 import secrets
-import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import aiohttp
 import msgspec
 import psutil
 
+from rose.addresses import taken
 from rose.contract.replica import STATE, ReplicaState
 from rose.engines import sglang, vllm
 from rose.engines.spec import Device, EngineKind, EngineRole, EngineSpec
@@ -172,14 +172,8 @@ def weight_bytes(model_dir: Path) -> int:
 
 def check_port(port: int, owner: str) -> None:
     """Raise ConfigError unless the loopback port can be bound; `owner` is named in the error."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ConfigError(
-                f"port {port} ({owner}) is busy: {error.strerror}; choose another with --port-base"
-            ) from error
+    if why := taken(port):
+        raise ConfigError(f"port {port} ({owner}) is busy: {why}; choose another with --port-base")
 
 
 def check_model(model_dir: Path, *, weights: bool = True) -> None:
@@ -235,6 +229,11 @@ def check_python(spec: EngineSpec) -> None:
         )
 
 
+def _option(word: str) -> str:
+    """Return the name of an option as engines list it, without its value or a part of it."""
+    return word.partition("=")[0].partition(".")[0].replace("_", "-")
+
+
 def check_options(spec: EngineSpec) -> None:
     """Raise ConfigError if `extra_args` has an option that an engine of this role must not have,
     such as speculative decoding in a replica.
@@ -242,7 +241,7 @@ def check_options(spec: EngineSpec) -> None:
     kind = _KINDS[spec.engine]
     refused = kind.REFUSED | (kind.REFUSED_IN_REPLICAS if spec.role.is_replica else {})
     for given in () if spec.role is EngineRole.STOCK else spec.extra_args:
-        option = given.partition("=")[0].partition(".")[0].replace("_", "-")
+        option = _option(given)
         if option in refused:
             raise ConfigError(
                 f"engine {spec.name}: a {spec.role} on {kind.NAME} does not have"
@@ -259,7 +258,7 @@ def check_replica_args(engine: EngineKind, words: Sequence[str]) -> None:
         EngineSpec("", EngineRole.GUEST, Path(), 0, Path(), engine=engine, kv_backend="cuda")
     )
     for word in words:
-        option = word.partition("=")[0].partition(".")[0].replace("_", "-")
+        option = _option(word)
         if option.startswith("-") and not option.startswith("--"):
             raise ConfigError(f"{option} is an abbreviation; give the option's long name")
         if not option.startswith("--"):

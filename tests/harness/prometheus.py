@@ -92,17 +92,9 @@ def prometheus(folder: Path, targets: Mapping[str, str], rules: Path) -> Iterato
         for name, address in targets.items()
     ]
     seconds = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config = folder / "prometheus.yaml"
     whole = {"global": seconds, "rule_files": [str(quick)], "scrape_configs": jobs}
-    config.write_text(yaml.safe_dump(whole), encoding="utf-8")
-    port = free_port()
-    options = {
-        "config.file": config,
-        "storage.tsdb.path": folder / "tsdb",
-        "web.listen-address": f"127.0.0.1:{port}",
-        "log.level": "warn",
-    }
-    with _running(PROMETHEUS, folder, port, options) as url:
+    options = {"storage.tsdb.path": folder / "tsdb", "log.level": "warn"}
+    with _running(PROMETHEUS, folder, whole, options) as url:
         yield Prometheus(url)
 
 
@@ -131,27 +123,22 @@ class Alertmanager:
 def alertmanager(folder: Path, config: Mapping[str, Any]) -> Iterator[Alertmanager]:
     """Run one with this configuration."""
     assert ALERTMANAGER is not None
-    file = folder / "alertmanager.yml"
-    file.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
-    port = free_port()
-    options = {
-        "config.file": file,
-        "storage.path": folder / "alertmanager",
-        "web.listen-address": f"127.0.0.1:{port}",
-        "cluster.listen-address": "",
-    }
-    with _running(ALERTMANAGER, folder, port, options) as url:
+    options = {"storage.path": folder / "alertmanager", "cluster.listen-address": ""}
+    with _running(ALERTMANAGER, folder, config, options) as url:
         yield Alertmanager(url)
 
 
 @contextmanager
 def _running(
-    program: Path, folder: Path, port: int, options: Mapping[str, object]
+    program: Path, folder: Path, config: Mapping[str, Any], options: Mapping[str, object]
 ) -> Iterator[str]:
     """Run a program of Prometheus until the end; give its address once it is ready."""
     file = folder / f"{program.name}.log"
+    said, port = folder / f"{program.name}.yaml", free_port()
+    said.write_text(yaml.safe_dump(dict(config)), encoding="utf-8")
+    own = {"config.file": said, "web.listen-address": f"127.0.0.1:{port}"}
     with file.open("wb") as log:
-        words = [f"--{name}={value}" for name, value in options.items()]
+        words = [f"--{name}={value}" for name, value in {**own, **options}.items()]
         process = subprocess.Popen([str(program), *words], stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"

@@ -29,7 +29,7 @@ from typing import ParamSpec
 from executor import ControlPage, PageError
 from executor.control_page.page import BEAT_STALE_NS, LAYOUT_VERSION, check_folder, on_disk
 from executor.freeze_reason import explained
-from rose.addresses import is_loopback
+from rose.addresses import is_loopback, taken
 from rose.cli.options import DEFAULT_SCHEDULER
 from rose.command_line.parser import Parser
 from rose.engines import EngineKind
@@ -429,14 +429,9 @@ def _proxy(config: NodeConfig) -> Diagnosis:
 
 
 def _port(port: int, host: str = "127.0.0.1") -> Diagnosis:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            what = f"port {port}: {error.strerror}"
-            return wrong(what, "end what listens there (`ss -ltnp`) or choose another port")
+    if why := taken(port, host):
+        do = "end what listens there (`ss -ltnp`) or choose another port"
+        return wrong(f"port {port}: {why}", do)
     return ok(f"can be started on port {port}")
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 import psutil
 
+from rose.addresses import taken
 from rose.command_line.output import say
 from rose.command_line.parser import Parser
 from rose.engines import EngineKind
@@ -211,19 +211,9 @@ def ports_free() -> dict[str, int]:
     found: dict[str, int] = {}
     for name, first in PORTS.items():
         found[name] = next(
-            port for port in range(first, 1 << 16) if port not in found.values() and _is_free(port)
+            port for port in range(first, 1 << 16) if port not in found.values() and not taken(port)
         )
     return found
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def parser(prog: str) -> Parser:
@@ -284,13 +274,12 @@ def _server() -> Server:
     if len(found) == 1:
         return found[0]
     running = ", ".join(f"process {each.pid}" for each in found)
-    raise ConfigError(
-        f"{len(found)} servers of yours run here ({running}); name the model of one to start by"
-        " --host-model"
+    here = (
+        f"{len(found)} servers of yours run here ({running})"
         if found
-        else "no vLLM or SGLang server of yours runs here; name the model of one to start by"
-        " --host-model"
+        else ("no vLLM or SGLang server of yours runs here")
     )
+    raise ConfigError(f"{here}; name the model of one to start by --host-model")
 
 
 def _engine_here() -> EngineKind:
