@@ -72,7 +72,7 @@ async def read_counters(
     """Read all counters; the page last: it costs nothing, so it is read closest to the moment."""
     naive = await scrape(session, naive_url)
     host = await scrape(session, host_url)
-    host_state, guest_state = page.host.peek(), page.guest.peek()
+    host_state, guest_state = page.host_state, page.guest.peek()
     return Counters(
         host_busy_ns=host_state.busy_ns if host_state else 0,
         host_preemptions=round(metric(host, PREEMPTIONS)),
@@ -227,7 +227,7 @@ class Granting:
     def _lease_epoch(self, arm: Arm) -> int | None:
         """Return the current lease; a naive guest's effect on its host is no load of its own."""
         if arm.guest != "naive":
-            host = self._page.host.peek()
+            host = self._page.host_state
             with self._holding:
                 lends = self._hold.lends(host.busy_ns if host else None, time.monotonic())
             # A scheduler grants a new lease too when it lends again.
@@ -384,7 +384,7 @@ class Player:
 
     async def _host_empty(self, arm: Arm) -> None:
         def empty() -> bool:
-            host = self.page.host.peek()
+            host = self.page.host_state
             return host is not None and host.idle
 
         await self._until(empty)

@@ -225,7 +225,7 @@ def worker(kind: str) -> None:
 def check_published(path: Path) -> None:
     """Exit unless the page tells of the load: a host that does not publish costs nothing."""
     with ControlPage.open(path) as page:
-        state = page.host.peek()
+        state = page.host_state
     if state is None or state.running != RUNNING:
         raise SystemExit(f"the host section does not tell of {RUNNING} running requests: {state}")
 

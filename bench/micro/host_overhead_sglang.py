@@ -205,7 +205,7 @@ def answered(batch: Any, **_: object) -> Any:  # noqa: ANN401 -- SGLang's
 def check_published(path: str) -> None:
     """Exit unless the page tells of the load: a host that does not publish costs nothing."""
     with ControlPage.open(path) as page:
-        state = page.host.peek()
+        state = page.host_state
     if state is None or not RUNNING * 0.9 <= state.running + state.waiting <= RUNNING * 1.1:
         raise SystemExit(f"the host section does not tell of {RUNNING} requests: {state}")
 

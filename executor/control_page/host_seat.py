@@ -1,18 +1,20 @@
-"""Host's seat on the control page (exclusive writer, heartbeat, veto), and the page's locks.
+"""Host's seats on the control page (exclusive writer, heartbeat, veto), and the page's locks.
 
     takes the seat ──► busy on the page ──► publishes, beats ──► stops publishing: busy, vetoes
     cannot publish ──────────────────────────────────────────────────────────────► vetoes
 
-The engine core's thread writes the host section, the heartbeat thread the seat section: each has
-one writer. A beat says that the process lives and nothing about its work, so it cannot make a busy
-host look idle, and the host never waits for it.
+Each engine core of a data-parallel host has a seat of its own. Its engine core's thread writes its
+host section, the heartbeat thread its seat section: each has one writer. A beat says that the
+process lives and nothing about its work, so it cannot make a busy host look idle, and the host
+never waits for it.
 
 Locks on single bytes of the page's file show which processes live, without a clock or a number:
 
-    byte 0        the seat, exclusive       the one engine core that writes the host section
+    byte 0        core 0's seat, exclusive  the one process that writes its host section
     byte 1        the veto, shared          engines that serve there and cannot publish
     byte 2        the guard, exclusive      the one node daemon that found the host
     byte 16 + k   lane k, exclusive         the API process that writes that lane of latencies
+    byte 32 + k   core k's seat, exclusive  the same for every further engine core, k from 1
 
 They are locks of an open file description (fcntl(2), F_OFD_SETLK). The kernel drops one when the
 process that took it ends, however it ends. Any process that can open the file can query them, in
@@ -41,6 +43,8 @@ SEAT: Final = 0
 VETO: Final = 1
 GUARD: Final = 2
 LANES: Final = 16
+MOST_CORES: Final = 16
+"""Most engine cores that a host may have, and seats on its page."""
 _FLOCK: Final = struct.Struct("hhqqi4x")
 
 logger = logging.getLogger("vllm.rose.host")
@@ -110,6 +114,11 @@ def is_held(descriptor: int, byte: int) -> bool:
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
     return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+
+def seat_byte(core: int) -> int:
+    """Return the byte whose lock is the seat of engine core number `core`."""
+    return 32 + core if core else SEAT
 
 
 def is_in_use(descriptor: int) -> bool:
@@ -198,7 +207,9 @@ class Veto:
 
 
 class HostSeat:
-    """Exclusive right of one process to publish as the host of a control page; see `take_host`."""
+    """Exclusive right of one process to publish as an engine core of a page's host; see
+    `take_host`.
+    """
 
     def __init__(
         self,
@@ -208,11 +219,12 @@ class HostSeat:
         seat: PageSection[SeatState],
         replaced: Callable[[], bool],
         now_ns: int,
+        cores: int = 1,
     ) -> None:
         """Publish a busy state and the first heartbeat; an earlier host's state no longer counts.
 
         lock: the seat's. replaced: returns True if another file is at the page's path. now_ns: the
-        time at which the seat was taken.
+        time at which the seat was taken. cores: number of the host's engine cores.
         """
         self._lock = lock
         self._host = host
@@ -223,6 +235,7 @@ class HostSeat:
         # The engine core's step packs the fields itself.
         self.write_packed: Callable[[bytes], None] = host.write_packed
         self.taken_ns = now_ns
+        self._cores = cores
         self._who = _own_identity()
         host.write(HostState(in_step=True, running=1, heartbeat_ns=now_ns))
         self.beat(now_ns)
@@ -234,7 +247,7 @@ class HostSeat:
     def beat(self, now_ns: int | None = None) -> None:
         """Publish that this process lives; veto the file that replaced the page's, if one did."""
         beat_ns = time.monotonic_ns() if now_ns is None else now_ns
-        self._seat.write(SeatState(*self._who, taken_ns=self.taken_ns, beat_ns=beat_ns))
+        self._seat.write(SeatState(*self._who, self.taken_ns, beat_ns, self._cores))
         if self._replaced():
             self._veto.renew()
 

@@ -1,10 +1,11 @@
 """The control page: the one file that a host, its guest and the node daemon share.
 
     0      header: magic, layout version, owner pid, created_ns, file size, boot id
-    64     host section       written by the host's engine core, which holds the seat
+    64     host section       written by the host's engine core 0, which holds the first seat
     …      grant section      written by the node daemon
     …      guest section      written by the guest's engine core
-    …      seat section       written by the heartbeat thread of the seat's holder
+    …      seat section       written by the heartbeat thread of the first seat's holder
+    …      host and seat section of each further engine core of a data-parallel host, 15 of both
     …      latency ring       a lane for each of the host's API processes
 
 The file belongs to one user and has mode 0600, or 0660 if the operator names a group. No process
@@ -21,15 +22,27 @@ import stat
 import struct
 import time
 import uuid
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, NamedTuple, Self
 
-from executor.control_page.host_seat import GUARD, SEAT, VETO, HeldLock, HostSeat, inode_of, is_held
+from executor.control_page.host_seat import (
+    GUARD,
+    MOST_CORES,
+    SEAT,
+    VETO,
+    HeldLock,
+    HostSeat,
+    inode_of,
+    is_held,
+    seat_byte,
+)
 from executor.control_page.host_seat import LANES as LANE_LOCKS
 from executor.control_page.latency_ring import LANES, RING_BYTES, LatencyLane, LatencyRing
 from executor.control_page.seqlock_records import (
+    NO_DEADLINE,
     Grant,
     GuestState,
     HostState,
@@ -41,7 +54,7 @@ from executor.errors import PageError
 from executor.freeze_reason import FreezeReason
 
 MAGIC = b"ROSEPAGE"
-LAYOUT_VERSION = 5
+LAYOUT_VERSION = 6
 PAGE_GROUP: Final = "ROSE_PAGE_GROUP"
 """Environment variable that names the group sharing the page, for host and guest; default none."""
 PAGE_FOLDER: Final = "/dev/shm"  # noqa: S108 -- pages in it are private
@@ -54,7 +67,9 @@ _HOST_AT = 64
 _GRANT_AT = _HOST_AT + section_bytes(HostState)
 _GUEST_AT = _GRANT_AT + section_bytes(Grant)
 _SEAT_AT = _GUEST_AT + section_bytes(GuestState)
-_LATENCY_AT = _SEAT_AT + section_bytes(SeatState)
+_CORES_AT = _SEAT_AT + section_bytes(SeatState)
+_CORE_BYTES = section_bytes(HostState) + section_bytes(SeatState)
+_LATENCY_AT = _CORES_AT + (MOST_CORES - 1) * _CORE_BYTES
 PAGE_BYTES = _LATENCY_AT + RING_BYTES
 
 BEAT_STALE_NS: Final = 1_000_000_000
@@ -68,9 +83,59 @@ CLOCK_TOLERANCE_NS: Final = 1_000_000
 """Most that a time stamp may lie in the future: it may be written after the reader's look."""
 
 
+class CoreSections(NamedTuple):
+    """Sections of one engine core of the host, both written by the holder of its seat."""
+
+    state: PageSection[HostState]
+    seat: PageSection[SeatState]
+
+
+def strictest(states: Sequence[HostState]) -> HostState:
+    """Return one state for all engine cores of a host, by which no core is worse off than by its
+    own.
+
+    It is busy if any core is, has the earliest deadlines and the sums of work and time, the KV
+    share of the fullest core and the loan of the core that lends least. `heartbeat_ns` is the
+    oldest of the busy cores', since an idle one writes nothing.
+    """
+    least = min(states, key=_promised_bytes)
+    kv_total = sum(state.kv_total for state in states)
+    fullest = max(states, key=lambda state: state.kv_used / max(1, state.kv_total))
+    return HostState(
+        step_seq=sum(state.step_seq for state in states),
+        in_step=any(state.in_step for state in states),
+        running=sum(state.running for state in states),
+        waiting=sum(state.waiting for state in states),
+        queued_prefill_tokens=sum(state.queued_prefill_tokens for state in states),
+        earliest_prefill_deadline_ns=_earliest(s.earliest_prefill_deadline_ns for s in states),
+        earliest_decode_deadline_ns=_earliest(s.earliest_decode_deadline_ns for s in states),
+        kv_used=-(-fullest.kv_used * kv_total // max(1, fullest.kv_total)),
+        kv_total=kv_total,
+        busy_ns=sum(state.busy_ns for state in states),
+        last_step_ns=max(state.last_step_ns for state in states),
+        heartbeat_ns=min(s.heartbeat_ns for s in [s for s in states if not s.idle] or states),
+        granules_total=least.granules_total,
+        granules_lent=least.granules_lent,
+        bytes_lent=least.bytes_lent,
+        reserve_missing=max(state.reserve_missing for state in states),
+    )
+
+
+def _promised_bytes(state: HostState) -> float:
+    kept = max(0, state.granules_lent - state.reserve_missing)
+    return state.bytes_lent * kept / max(1, state.granules_lent)
+
+
+def _earliest(deadlines_ns: Iterable[int]) -> int:
+    return min((each for each in deadlines_ns if each != NO_DEADLINE), default=NO_DEADLINE)
+
+
 @dataclass(frozen=True, slots=True)
 class HostView:
     """One look at a control page's host: its sections (None if unreadable) and its locks.
+
+    cores: views of all engine cores of a data-parallel host, by number, empty for a host of one.
+    Its `state` is the `strictest` and its `seat` that of core 0. It counts if each core's does.
 
     The host's state counts only when all of this holds; otherwise the host counts as busy. The
     default view is one that does not count.
@@ -86,9 +151,12 @@ class HostView:
     seated: bool = False
     vetoed: bool = True
     replaced: bool = True
+    cores: "tuple[HostView, ...]" = ()
 
     def doubt(self, now_ns: int) -> FreezeReason | None:
         """Return the first reason not to count the host's state at `now_ns`; None if it counts."""
+        if self.cores:
+            return next(filter(None, (core.doubt(now_ns) for core in self.cores)), None)
         state, seat = self.state, self.seat
         if self.replaced:
             return FreezeReason.PAGE_REPLACED
@@ -105,6 +173,11 @@ class HostView:
             return FreezeReason.HOST_SILENT
         return None
 
+    @property
+    def seats(self) -> "tuple[SeatState | None, ...]":
+        """Seat sections of all engine cores, by number."""
+        return tuple(core.seat for core in self.cores) or (self.seat,)
+
     def believed(self, now_ns: int) -> HostState | None:
         """Return the host's state if it counts at `now_ns`, else None."""
         return None if self.doubt(now_ns) else self.state
@@ -113,7 +186,8 @@ class HostView:
 class ControlPage:
     """Memory-mapped control page of a host, its guest and the node daemon; its sections are fields.
 
-    Any reader may look at `host`; a decision to let a guest run must use `host_view`.
+    `host` and `seat` are those of engine core 0, `cores` those of all. Any reader may look at
+    `host_state`; a decision to let a guest run must use `host_view`.
     """
 
     def __init__(self, path: Path, mapping: mmap.mmap, descriptor: int) -> None:
@@ -131,6 +205,8 @@ class ControlPage:
         self.grant: PageSection[Grant] = PageSection(self._view, _GRANT_AT, Grant)
         self.guest: PageSection[GuestState] = PageSection(self._view, _GUEST_AT, GuestState)
         self.seat: PageSection[SeatState] = PageSection(self._view, _SEAT_AT, SeatState)
+        further = range(_CORES_AT, _LATENCY_AT, _CORE_BYTES)
+        self.cores = CoreSections(self.host, self.seat), *(self._core(at) for at in further)
         self.latency = LatencyRing(self._view, _LATENCY_AT)
 
     @classmethod
@@ -228,6 +304,8 @@ class ControlPage:
         if self.cut_short:
             return HostView()
         state, seat = self.host.peek(), self.seat.peek()
+        if seat is not None and seat.cores != 1:
+            return self._view_of_cores(seat.cores)
         try:
             vetoed = is_held(self._descriptor, VETO)
             seated = is_held(self._descriptor, SEAT)
@@ -235,21 +313,60 @@ class ControlPage:
             vetoed, seated = True, False
         return HostView(state, seat, seated, vetoed, self.replaced)
 
-    def take_host(self, now_ns: int | None = None) -> HostSeat:
-        """Take the seat of the page's host and return it; close it to give it up.
+    @property
+    def host_state(self) -> HostState | None:
+        """State that the host published last, the `strictest` of its engine cores'.
 
-        The end of the process gives it up, too. Raises PageError if another process is the host, or
-        the page at the path is another one.
+        None if a core has written none, or its section cannot be read.
         """
-        lock = self._lock(SEAT)
-        if lock is None:
-            seat = self.seat.peek()
-            holder = f"process {seat.pid}" if seat is not None else "another process"
+        return self.host_view().state
+
+    def _view_of_cores(self, count: int) -> HostView:
+        if not 1 < count <= MOST_CORES:
+            return HostView(replaced=self.replaced, seated=True, vetoed=False)
+        read = [(core.state.peek(), core.seat.peek()) for core in self.cores[:count]]
+        # A core that counts its host's cores otherwise belongs to another host.
+        read = [(state if seat and seat.cores == count else None, seat) for state, seat in read]
+        try:
+            vetoed = is_held(self._descriptor, VETO)
+            seats = [is_held(self._descriptor, seat_byte(core)) for core in range(count)]
+        except OSError:
+            vetoed, seats = True, [False] * count
+        replaced = self.replaced
+        cores = tuple(
+            HostView(*sections, seated, vetoed, replaced)
+            for sections, seated in zip(read, seats, strict=True)
+        )
+        states = [core.state for core in cores if core.state is not None]
+        state = strictest(states) if len(states) == count else None
+        return HostView(state, cores[0].seat, all(seats), vetoed, replaced, cores)
+
+    def take_host(self, now_ns: int | None = None, core: int = 0, cores: int = 1) -> HostSeat:
+        """Take the seat of engine core `core` of the `cores` of the page's host, and return it.
+
+        Close it to give it up; the end of the process gives it up, too. Raises PageError if another
+        process has the seat or a seat beyond `cores`, for too many cores, and if the page at the
+        path is another one.
+        """
+        if cores > MOST_CORES:
             raise PageError(
-                f"control page {self.path} has a host: {holder}; give each engine core a page"
+                f"a host of {cores} engine cores has no page, which has {MOST_CORES} seats; start"
+                " several servers with a page each"
+            )
+        lock = self._lock(seat_byte(core))
+        beyond = range(cores, MOST_CORES)
+        strays = [n for n in beyond if is_held(self._descriptor, seat_byte(n))]
+        if lock is None or strays:
+            seat = self.cores[core if lock is None else strays[0]].seat.peek()
+            holder = f"process {seat.pid}" if seat is not None else "another process"
+            if lock is not None:
+                lock.close()
+            raise PageError(
+                f"control page {self.path} has a host: {holder}; give each server a page of its own"
             )
         taken_ns = time.monotonic_ns() if now_ns is None else now_ns
-        return HostSeat(self.path, lock, self.host, self.seat, lambda: self.replaced, taken_ns)
+        sections = self.cores[core]
+        return HostSeat(self.path, lock, *sections, lambda: self.replaced, taken_ns, cores)
 
     def take_guard(self) -> HeldLock:
         """Take and return the lock of the one node daemon that may write grants here.
@@ -273,12 +390,19 @@ class ControlPage:
 
     def close(self) -> None:
         """Unmap the page and close its file; sections must not be used afterwards."""
-        for section in (self.host, self.grant, self.guest, self.seat):
+        sections: list[PageSection[Any]] = [self.grant, self.guest]
+        for section in sections + [section for core in self.cores for section in core]:
             section.release()
         self.latency.release()
         self._view.release()
         self._mapping.close()
         os.close(self._descriptor)
+
+    def _core(self, at: int) -> CoreSections:
+        seat_at = at + section_bytes(HostState)
+        return CoreSections(
+            PageSection(self._view, at, HostState), PageSection(self._view, seat_at, SeatState)
+        )
 
     def _lock(self, byte: int) -> HeldLock | None:
         try:

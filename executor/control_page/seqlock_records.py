@@ -153,7 +153,7 @@ def _decode_text(raw: bytes) -> str:
 
 @record()
 class HostState(PageRecord):
-    """Host section of the page: the host's queue, step, deadlines and KV memory.
+    """Host section of an engine core: its queue, step, deadlines and KV memory.
 
     A deadline is NO_DEADLINE if no request waits for that kind of token. A host that lends has
     `granules_total` KV granules, keeps no pages under `granules_lent` of them (`bytes_lent`:
@@ -188,10 +188,11 @@ class HostState(PageRecord):
 
 @record()
 class SeatState(PageRecord):
-    """Seat section of the page: the holder of the host's seat since `taken_ns`, and its last beat.
+    """Seat section of an engine core: the holder of its seat since `taken_ns`, and its last beat.
 
     `pid`, `started` (clock ticks since boot) and `pid_namespace` (inode) are hints for people and
-    for a guard in the same namespace; the lock decides who holds the seat.
+    for a guard in the same namespace; the lock decides who holds the seat. `cores`: number of the
+    host's engine cores, each with a seat.
     """
 
     pid: int = 0
@@ -199,6 +200,7 @@ class SeatState(PageRecord):
     pid_namespace: int = 0
     taken_ns: int = 0
     beat_ns: int = 0
+    cores: int = 1
 
 
 @record(text_bytes=REASON_BYTES)

@@ -2,6 +2,8 @@
 
     attach ──► publishes ── anything is wrong ──► gives up: the stock engine, and a veto of guests
 
+Each engine core of a data-parallel host has a plugin and a seat of its own.
+
 The host never depends on ROSE: any error in here is logged once, and from then on the engine is the
 stock one. A host that does not publish vetoes the guests of its page for as long as it lives.
 
@@ -62,6 +64,11 @@ class HostPlugin(ABC, Generic[Publisher]):
     def lender(self) -> HostLender | None:
         """Lender of the engine's KV memory; None if nothing is lent or still out."""
         return self._lender
+
+    @property
+    def _core(self) -> tuple[int, int]:
+        """Number of this engine core, and the number of its host's engine cores."""
+        return 0, 1
 
     @property
     def _engine(self) -> Any:  # noqa: ANN401 -- the engine's scheduler
@@ -134,7 +141,7 @@ class HostPlugin(ABC, Generic[Publisher]):
         if settings.role != HOST:
             return
         self._check()
-        page, seat = _seated(settings)
+        page, seat = _seated(settings, *self._core)
         self._seat = seat
         log = StepLog.from_environ(os.environ, HOST)
         if settings.level == LEND:
@@ -147,7 +154,7 @@ class HostPlugin(ABC, Generic[Publisher]):
         observer.publish()
         self._observer = observer
         seat.start()
-        if settings.found:
+        if settings.found and self._core[0] == 0:
             # Last: a node may start a guest once it has found this.
             model, devices = self._identity()
             said = HostDescription(model[-MODEL_CHARS:], *targets_s, devices, seat.taken_ns)
@@ -197,16 +204,16 @@ class HostPlugin(ABC, Generic[Publisher]):
             self.log.exception(SERVES_ON)
 
 
-def _seated(settings: EngineSettings) -> tuple[ControlPage, HostSeat]:
+def _seated(settings: EngineSettings, core: int, cores: int) -> tuple[ControlPage, HostSeat]:
     page = ControlPage.ensure(settings.page_path, settings.page_group)
     try:
-        return page, page.take_host()
+        return page, page.take_host(core=core, cores=cores)
     except PageError:
         if not page.replaced:
             raise
     # A node removed an earlier life's page, just before the lock was taken.
     page = ControlPage.ensure(settings.page_path, settings.page_group)
-    return page, page.take_host()
+    return page, page.take_host(core=core, cores=cores)
 
 
 def _page_path() -> str:

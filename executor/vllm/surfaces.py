@@ -27,6 +27,7 @@ SCHEDULER: Final = (
 HOST: Final = (
     *SCHEDULER,
     "config.scheduler:SchedulerConfig.get_scheduler_cls",
+    "v1.engine.utils:CoreEngineProcManager.__init__(local_engine_count, vllm_config)",
     "v1.core.sched.scheduler:Scheduler.add_request(request)",
     "v1.core.sched.scheduler:Scheduler.shutdown",
     "v1.core.sched.scheduler:Scheduler[_pause_state]",

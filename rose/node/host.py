@@ -30,7 +30,7 @@ from typing import Final
 import aiohttp
 
 from executor import ControlPage, HostState, LatencyRecord, SeatState
-from executor.control_page.host_seat import HeldLock
+from executor.control_page.host_seat import MOST_CORES, HeldLock
 from executor.control_page.latency_ring import START, Cursor
 from executor.freeze_reason import FreezeReason
 from rose.logs.eventlog import JsonlLog
@@ -92,7 +92,7 @@ class Host:
         (any thread). Guards read the page themselves.
         """
         with self._lock:
-            return None if self._closed or self.page.cut_short else self.page.host.peek()
+            return None if self._closed else self.page.host_state
 
     @property
     def requests(self) -> tuple[int, int]:
@@ -234,8 +234,7 @@ class HostProcess:
         self._pid = pid
         self._identity = None if pid is None else ProcessIdentity.of(pid)
         self._own_namespace = pid_namespace()
-        self._judged: tuple[int, int] | None = None
-        self._foreign = False
+        self._foreign: dict[tuple[int, int], bool] = {}
 
     @property
     def ended(self) -> bool:
@@ -244,12 +243,16 @@ class HostProcess:
         """
         return self._pid is not None and (self._identity is None or not self._identity.running)
 
-    def doubt(self, seat: SeatState | None) -> FreezeReason | None:
-        """Return HOST_DEAD if the host's process ended, HOST_FOREIGN if the seat's holder is not
-        the named process or its descendant, None if nothing is known against the holder.
+    def doubt(self, *seats: SeatState | None) -> FreezeReason | None:
+        """Return HOST_DEAD if the host's process ended, HOST_FOREIGN if the holder of one of
+        `seats` is not the named process or its descendant, None if nothing is known against the
+        holders.
         """
         if self.ended:
             return FreezeReason.HOST_DEAD
+        return next(filter(None, map(self._doubt_of, seats)), None)
+
+    def _doubt_of(self, seat: SeatState | None) -> FreezeReason | None:
         if seat is None or not seat.started or seat.pid_namespace != self._own_namespace:
             return None
         stat = ProcessStat.of(seat.pid)
@@ -257,9 +260,11 @@ class HostProcess:
             # A child of a dead host may hold on to its lock.
             return FreezeReason.HOST_DEAD
         writer = seat.pid, seat.started
-        if writer != self._judged:
-            self._judged, self._foreign = writer, not self._begot(seat.pid)
-        return FreezeReason.HOST_FOREIGN if self._foreign else None
+        if writer not in self._foreign:
+            if len(self._foreign) >= MOST_CORES:
+                self._foreign.clear()  # Those of earlier lives.
+            self._foreign[writer] = not self._begot(seat.pid)
+        return FreezeReason.HOST_FOREIGN if self._foreign[writer] else None
 
     def _begot(self, pid: int) -> bool:
         """Return True if `pid` is the named host process or its descendant, or if no process was

@@ -145,7 +145,7 @@ class GuestControl:
         if owes_memory(page.grant.peek(), page.guest.peek()):
             return True
         # A host that lends by handle asks on a socket, which an idle engine does not read.
-        return self._by_handle and misses_memory(page.host.peek())
+        return self._by_handle and misses_memory(page.host_state)
 
 
 def owes_memory(grant: Grant | None, guest: GuestState | None) -> bool:

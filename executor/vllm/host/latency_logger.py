@@ -1,9 +1,10 @@
 """Stat-logger plugin `rose_host`: each finished request's latencies, into a lane of the ring."""
 
+import functools
 import logging
 import os
 import time
-from typing import Any
+from typing import Any, Final
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -14,6 +15,7 @@ from executor.vllm.compat import FinishedSurface, IterationSurface, client_reque
 from executor.vllm.host.plugin import warn_of_scheduler
 
 logger = logging.getLogger("vllm.rose.latency")
+_PLACE: Final = ("ROSE_ROLE", "ROSE_CONTROL_PAGE", "ROSE_HOST_DIR", "ROSE_HOST_NAME")
 
 
 def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord:
@@ -30,6 +32,12 @@ def latency_record(finished: FinishedSurface, finished_ns: int) -> LatencyRecord
     )
 
 
+@functools.cache
+def _writer_of(_process: int, _place: tuple[str | None, ...]) -> LatencyWriter:
+    # vLLM makes a logger for each engine core, and a page has few lanes.
+    return LatencyWriter(logger)
+
+
 class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types are not ours to check
     """Stat logger of vLLM that publishes the latencies of each finished request.
 
@@ -38,7 +46,7 @@ class HostLatencyLogger(StatLoggerBase):  # type: ignore[misc] # vLLM's types ar
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:  # noqa: ANN401 -- vLLM's
         del engine_index
-        self._writer = LatencyWriter(logger)
+        self._writer = _writer_of(os.getpid(), tuple(map(os.environ.get, _PLACE)))
         if os.environ.get("ROSE_ROLE") == HOST and vllm_config is not None:
             warn_of_scheduler(vllm_config.scheduler_config.get_scheduler_cls())
 

@@ -12,11 +12,12 @@ from typing import Any
 from vllm.v1.core.sched.interface import PauseState
 
 from executor.engine_settings import EngineSettings
-from executor.errors import PageError
+from executor.errors import LendingError
 from executor.host.kv_lender import HostLender
 from executor.host.plugin import HostPlugin, lending_limits
 from executor.vllm.compat import RequestSurface, StepSurface, check_version, own_devices
 from executor.vllm.host.kv_lender import lender_of
+from executor.vllm.host.plugin import engine_core_of
 from executor.vllm.host.state_publisher import HostStatePublisher
 from executor.vllm.scheduler_base import ConfiguredScheduler
 from executor.vllm.surfaces import HOST
@@ -104,15 +105,20 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
 
     def _check(self) -> None:
         check_version(HOST)
-        _insist_alone(self.vllm_config.parallel_config)
+
+    @property
+    def _core(self) -> tuple[int, int]:
+        return engine_core_of(self.vllm_config.parallel_config)
 
     def _make_lender(self, settings: EngineSettings) -> HostLender:
+        if settings.page_socket and self._core[1] > 1:
+            raise LendingError("engine cores cannot share a page socket; unset ROSE_PAGE_SOCKET")
         return lender_of(self, lending_limits(settings), settings.kv_backend)
 
     def _identity(self) -> tuple[str, tuple[str, ...]]:
         model = self.vllm_config.model_config
         names = model.served_model_name or model.model
-        ranks = self.vllm_config.parallel_config.world_size
+        ranks = self.vllm_config.parallel_config.world_size * self._core[1]
         return names if isinstance(names, str) else names[0], own_devices(ranks)
 
     def _demand(self) -> tuple[int, int]:
@@ -145,16 +151,3 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
             stayed = {request.request_id for request in self.running} | set(held)
             self.running = [request for request in running if request.request_id in stayed]
         return output
-
-
-def _insist_alone(parallel: Any) -> None:  # noqa: ANN401 -- vLLM's ParallelConfig
-    """Raise PageError for an engine core that is one of several data-parallel ranks.
-
-    A dense model's ranks have `data_parallel_size` 1 and a number of their own.
-    """
-    ranks, rank = parallel.data_parallel_size, getattr(parallel, "data_parallel_index", 0)
-    if ranks > 1 or rank > 0:
-        raise PageError(
-            f"this is rank {rank} of a host with data_parallel_size {max(ranks, rank + 1)}: its"
-            " engine cores cannot share a page; start each as a server of its own with its own page"
-        )

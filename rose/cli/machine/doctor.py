@@ -27,7 +27,13 @@ from pathlib import Path
 from typing import ParamSpec
 
 from executor import ControlPage, PageError
-from executor.control_page.page import BEAT_STALE_NS, LAYOUT_VERSION, check_folder, on_disk
+from executor.control_page.page import (
+    BEAT_STALE_NS,
+    LAYOUT_VERSION,
+    check_folder,
+    on_disk,
+    strictest,
+)
 from executor.freeze_reason import explained
 from rose.addresses import is_loopback, taken
 from rose.cli.options import DEFAULT_SCHEDULER
@@ -206,7 +212,7 @@ _PUBLISHES = {
     for kind, name in _NAMES.items()
 }
 _BREAKS = {
-    EngineKind.VLLM: "data_parallel_size above 1",
+    EngineKind.VLLM: "data parallelism over several machines, servers or Ray",
     EngineKind.SGLANG: "speculative decoding, disaggregation, dp_size or pp_size above 1",
 }
 
@@ -225,27 +231,35 @@ def _seat(host: HostConfig) -> Diagnosis:
         )
         return wrong(what, do)
     if not view.seated:
+        silent = [number for number, core in enumerate(view.cores) if not core.seated]
         what = "no process publishes on this page; guests are frozen"
+        if 0 < len(silent) < len(view.cores):
+            of = f"{silent[0]} of {len(view.cores)}"
+            what = f"engine core {of} does not publish on this page; guests are frozen"
         do = (
             f"start the host with {_PUBLISHES[host.engine]};"
             " start it again if the page was deleted since"
         )
         return wrong(what, do)
-    seat = view.seat
-    if doubt := HostProcess(host.pid).doubt(seat):
+    if doubt := HostProcess(host.pid).doubt(*view.seats):
         do = "write to host.pid the process that started the host, and start the node again"
         return wrong(f"who publishes is not the host ({doubt})", do)
-    return ok(f"held by process {seat.pid}" if seat else "held")
+    holders = ", ".join(str(seat.pid) for seat in view.seats if seat)
+    return ok(f"held by process {holders}" if holders else "held")
 
 
 def _heartbeat(host: HostConfig) -> Diagnosis:
     with _open(host) as page:
-        state, seat = page.host.read(), page.seat.read()
-    if state is None or seat is None:
+        first = page.seat.read()
+        cores = page.cores[: first.cores if first else 1]
+        states = [state for core in cores if (state := core.state.read())]
+        seats = [seat for core in cores if (seat := core.seat.read())]
+    if not len(states) == len(seats) == len(cores):
         do = f"start it with {_PUBLISHES[host.engine]}"
         return wrong("the host has never written to its page", do)
     now_ns = time.monotonic_ns()
-    beat_s = (now_ns - seat.beat_ns) / _NS
+    state = strictest(states)
+    beat_s = (now_ns - min(seat.beat_ns for seat in seats)) / _NS
     if beat_s * _NS > BEAT_STALE_NS:
         do = "look at the host's log: it hangs, or its plugin gave up; guests are frozen"
         return wrong(f"its process is silent for {beat_s:.0f} s", do)

@@ -266,7 +266,7 @@ class GuardThread:
             # A host that is written at this moment is read again; without it the guest freezes.
             view = self._page.host_view()
         now_ns = self._clock_ns()
-        doubt = self._process.doubt(view.seat)
+        doubt = self._process.doubt(*view.seats)
         self.host = view.state
         believed = None if doubt else view.believed(now_ns)
         self.host_idle = believed is not None and believed.idle

@@ -18,9 +18,10 @@ from executor import ControlPage, Grant, GrantController, GrantMode, GuardConfig
 from executor.errors import ExecutorError
 from executor.grant_controller import Observation, Write
 from executor.guest.gate_client import FIRST_MODEL
-from executor.host.plugin import HostPlugin
+from executor.host.plugin import HostPlugin, LatencyWriter
 from executor.step_decision import GateLimits, Run
 from executor.vllm.host.latency_logger import HostLatencyLogger
+from executor.vllm.host.plugin import ENGINE_CORES
 
 __all__ = ["host_of"]
 Rigs = Callable[..., HostRig]
@@ -128,23 +129,66 @@ def test_a_second_engine_core_of_a_page_vetoes_guests_for_as_long_as_it_lives(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     second = host_of(level="observe")
-    assert "give each engine core a page" in caplog.text
+    assert "give each server a page" in caplog.text
     assert verdict(first.page) == Yield("host_veto")
     second.scheduler.shutdown()
     assert verdict(first.page) == Run(512, 64)
 
 
-@pytest.mark.parametrize(("size", "index"), [(2, 0), (1, 1)])
-def test_an_engine_core_of_several_in_parallel_is_refused(
-    first: HostRig, caplog: pytest.LogCaptureFixture, size: int, index: int
+@pytest.mark.parametrize(
+    ("index", "size", "started", "elastic"),
+    [
+        pytest.param(0, 2, None, False, id="a mixture of experts, over processes of others"),
+        pytest.param(1, 1, None, False, id="a dense model, of which nothing else is known"),
+        pytest.param(1, 1, (1, 2), False, id="the other core is on another machine, or Ray's"),
+        pytest.param(0, 2, (2, 2), True, id="cores come and go"),
+        pytest.param(0, 1, (17, 17), False, id="more cores than the page has seats"),
+    ],
+)
+def test_an_engine_core_whose_fellows_cannot_be_known_is_refused(
+    first: HostRig,
+    caplog: pytest.LogCaptureFixture,
+    index: int,
+    size: int,
+    started: tuple[int, int] | None,
+    elastic: bool,
 ) -> None:
     first.scheduler.shutdown()
     parallel = first.scheduler.vllm_config.parallel_config
     parallel.data_parallel_size, parallel.data_parallel_index = size, index
+    parallel.enable_elastic_ep = elastic
+    if started:
+        setattr(parallel, ENGINE_CORES, started)
     first.scheduler.attach()
-    assert "data_parallel_size 2" in caplog.text
+    assert len(caplog.records) == 1
+    assert "its own page" in caplog.text or "a page each" in caplog.text
     assert verdict(first.page) == Yield("no_host")
     assert first.page.host_view().vetoed
+
+
+def test_a_guest_runs_beside_a_data_parallel_host_once_all_its_cores_are_idle(
+    first: HostRig, host_of: Rigs
+) -> None:
+    first.scheduler.shutdown()
+    second = host_of(level="observe")
+    for number, rig in enumerate((first, second)):
+        rig.scheduler.shutdown()
+        parallel = rig.scheduler.vllm_config.parallel_config
+        parallel.data_parallel_size, parallel.data_parallel_index = 1, number
+        setattr(parallel, ENGINE_CORES, (2, 2))
+    assert verdict(first.page) == Yield("no_host")
+    first.scheduler.attach()
+    assert verdict(first.page) == Yield("no_host"), "one of two"
+    second.scheduler.attach()
+    assert verdict(first.page) == Run(512, 64)
+    second.add("b", [1, 2, 3], 4)
+    state = first.page.host_view().believed(time.monotonic_ns())
+    assert state is not None
+    assert (state.waiting, state.idle) == (1, False)
+    second.run_until_idle()
+    assert verdict(first.page) == Run(512, 64)
+    second.scheduler.shutdown()
+    assert verdict(first.page) == Yield("no_host")
 
 
 def test_a_plugin_that_breaks_later_leaves_a_busy_host(
@@ -175,13 +219,18 @@ def iteration(*tokens: int) -> Any:
     return SimpleNamespace(finished_requests=finished)
 
 
+def others_write(_number: int) -> bool:
+    return LatencyWriter(logging.getLogger("vllm.rose.latency")).open
+
+
 def test_each_api_process_publishes_latencies_and_one_too_many_says_so(
     first: HostRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        loggers = [HostLatencyLogger(None, index) for index in range(9)]
-        for each in loggers:
+        own = [HostLatencyLogger(None, engine_core) for engine_core in range(2)]
+        assert sum(map(others_write, range(8))) == 7, "the engine cores' loggers have one lane"
+        for each in own:
             each.record(None, iteration(2, 0))
-    assert len(first.page.latency.drain().records) == 8
+    assert len(first.page.latency.drain().records) == 2
     assert caplog.text.count("latencies of 8 processes") == 1
     assert "Traceback" not in caplog.text

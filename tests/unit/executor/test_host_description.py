@@ -83,11 +83,11 @@ def test_a_host_whose_page_is_swept_as_it_starts_makes_another(
 ) -> None:
     take, swept = ControlPage.take_host, list[Path]()
 
-    def take_late(page: ControlPage) -> HostSeat:
+    def take_late(page: ControlPage, **of: int) -> HostSeat:
         if not swept:
             swept.append(page.path)
             page.path.unlink()
-        return take(page)
+        return take(page, **of)
 
     monkeypatch.setattr(ControlPage, "take_host", take_late)
     rig = host_of(level="observe")

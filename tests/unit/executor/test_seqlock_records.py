@@ -20,7 +20,7 @@ RECORDS = st.one_of(
         number, word,
     ),
     st.builds(GuestState, number, st.booleans(), *[number] * 12, word),
-    st.builds(SeatState, *[number] * 5),
+    st.builds(SeatState, *[number] * 6),
     st.builds(LatencyRecord, *[number] * 6, st.text("abc-0123", max_size=80)),
 )  # fmt: skip
 
@@ -39,8 +39,9 @@ GOLDEN: dict[PageRecord, str] = {
         "000a000000000000 000b000000000000 000c000000000000 000d000000000000 "
         "000e000000000000 000f000000000000 0010000000000000 00 "
     ),
-    SeatState(1, 2, 3, 4, 5): (
+    SeatState(1, 2, 3, 4, 5, 6): (
         "0100000000000000 0200000000000000 0300000000000000 0400000000000000 0500000000000000 "
+        "0600000000000000 "
     ),
     Grant(GrantMode.THROTTLE, 2, 3, 4, 0.5, 6, 7, 8, "kv_pressure"): (
         "0200000000000000 0200000000000000 0300000000000000 0400000000000000 "
@@ -67,13 +68,13 @@ GOLDEN: dict[PageRecord, str] = {
 def test_the_bytes_on_the_page_change_only_with_its_version(
     written: PageRecord, golden: str
 ) -> None:
-    assert LAYOUT_VERSION == 5
+    assert LAYOUT_VERSION == 6
     assert written.pack() == bytes.fromhex(golden)
 
 
 def test_bare_values_are_packed_in_the_records_own_order() -> None:
-    names = ("pid", "started", "pid_namespace", "taken_ns", "beat_ns")
-    assert SeatState.packer(*names)(1, 2, 3, 4, 5) == SeatState(1, 2, 3, 4, 5).pack()
+    names = ("pid", "started", "pid_namespace", "taken_ns", "beat_ns", "cores")
+    assert SeatState.packer(*names)(1, 2, 3, 4, 5, 6) == SeatState(1, 2, 3, 4, 5, 6).pack()
     for wrong in (names[::-1], names[:4], ("pid", *names[:4])):
         with pytest.raises(TypeError, match="SeatState has the fields pid, started"):
             SeatState.packer(*wrong)
