@@ -52,3 +52,13 @@ SWAPPED = PoolSpec(
 ONE = PoolSpec("one", EngineRole.STOCK, served="policy", args=("--enable-scale-out",))
 TWO = PoolSpec("two", EngineRole.STOCK, served="policy")
 """Two engines without ROSE."""
+
+PARALLEL = PoolSpec(
+    "parallel",
+    EngineRole.HOST,
+    page="parallel",
+    args=(TOKENS_ONLY, "--data-parallel-size=2"),
+    environ=(("ROSE_HOST_LEVEL", "lend"),),
+)
+BESIDE_PARALLEL = PoolSpec("beside", EngineRole.GUEST, page="parallel", args=(TOKENS_ONLY,))
+"""A host of two engine cores, which lend, and a guest on their page."""
