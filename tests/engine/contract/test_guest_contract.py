@@ -13,7 +13,7 @@ from contract_engines import ContractEngine
 from guest_rig import KV_BYTES, Rig, client_of, gathered, started
 from live_replica import PROMPT, Lines, Replica, sampled, tokens_of, versions_of
 
-from executor import GrantMode
+from executor import FreezeReason, GrantMode
 from rose.process.procfs import group_bytes
 from tests.harness.waiting import until_async
 
@@ -264,7 +264,8 @@ async def test_a_frozen_guest_takes_a_version(rig: Rig, replica: Replica) -> Non
     await replica.prepared()
     stream = replica.stream(PROMPT, 400)
     begun = await anext(stream)
-    # One that has nothing to do asks for no leave.
+    # One that has nothing to do asks for no leave. Weights are loaded while no job has leased it.
+    rig.node.reason = FreezeReason.NO_LEASE
     await rig.freeze()
     report = await replica.apply(replica.publish(6))
     await until_async(
