@@ -305,7 +305,7 @@ class ControlPage:
             return HostView()
         state, seat = self.host.peek(), self.seat.peek()
         if seat is not None and seat.cores != 1:
-            return self._view_of_cores(seat.cores)
+            return self._view_of_cores(state, seat)
         try:
             vetoed = is_held(self._descriptor, VETO)
             seated = is_held(self._descriptor, SEAT)
@@ -321,12 +321,15 @@ class ControlPage:
         """
         return self.host_view().state
 
-    def _view_of_cores(self, count: int) -> HostView:
+    def _view_of_cores(self, state: HostState | None, seat: SeatState) -> HostView:
+        """Return the view of a host with several engine cores, given the sections of core 0."""
+        count = seat.cores
         if not 1 < count <= MOST_CORES:
             return HostView(replaced=self.replaced, seated=True, vetoed=False)
-        read = [(core.state.peek(), core.seat.peek()) for core in self.cores[:count]]
+        further = [(core.state.peek(), core.seat.peek()) for core in self.cores[1:count]]
         # A core that counts its host's cores otherwise belongs to another host.
-        read = [(state if seat and seat.cores == count else None, seat) for state, seat in read]
+        own = [(state if seat and seat.cores == count else None, seat) for state, seat in further]
+        read = [(state, seat), *own]
         try:
             vetoed = is_held(self._descriptor, VETO)
             seats = [is_held(self._descriptor, seat_byte(core)) for core in range(count)]
@@ -338,8 +341,8 @@ class ControlPage:
             for sections, seated in zip(read, seats, strict=True)
         )
         states = [core.state for core in cores if core.state is not None]
-        state = strictest(states) if len(states) == count else None
-        return HostView(state, cores[0].seat, all(seats), vetoed, replaced, cores)
+        merged = strictest(states) if len(states) == count else None
+        return HostView(merged, seat, all(seats), vetoed, replaced, cores)
 
     def take_host(self, now_ns: int | None = None, core: int = 0, cores: int = 1) -> HostSeat:
         """Take the seat of engine core `core` of the `cores` of the page's host, and return it.
