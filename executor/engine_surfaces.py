@@ -53,6 +53,14 @@ class EngineVersions:
     tested: tuple[str, ...]
     window: tuple[str, str]
 
+    @property
+    def installed(self) -> str:
+        """Name and version of the engine that is installed here; its name alone if none is."""
+        try:
+            return f"{self.name} {importlib.import_module(f'{self.package}.version').__version__}"
+        except ImportError:
+            return self.name
+
     def check(self, surfaces: Iterable[str], version: str | None = None) -> Support:
         """Return the support of the engine that is installed here, or of another `version` of it.
 

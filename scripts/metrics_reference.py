@@ -23,6 +23,7 @@ from elastic_scheduler.capacity.budget_hold import BudgetLeft
 from elastic_scheduler.capacity.effective import Lendable
 from elastic_scheduler.turn_journal import End
 from executor import Grant, GrantMode, GuestState, HostState
+from executor.engine_surfaces import Support
 from executor.freeze_reason import FreezeReason
 from executor.kv.reclaim_ladder import ReclaimLevel, ReclaimOutcome
 from rose.gateway.stats import GatewayHealth, GatewayStats, exposition
@@ -49,9 +50,11 @@ LABELS: Final = {
     "asked": ", ".join(f"`{each.value}`" for each in Asked),
     "by": "who took the lease back: `node`, `operator`",
     "call": "a call of the store: " + ", ".join(f"`{call}`" for call in CALLS),
+    "capability": "`lending`",
     "deployment": "the label `rose.dev/deployment` of nodes; empty without one",
     "end": "how an attempt ended: " + ", ".join(f"`{end.value}`" for end in End),
     "enough": "`true`, `false`",
+    "engine": "name and version of the host's engine, as it says itself",
     "event": "`leads`, `steps_down`",
     "host": "names of hosts that a node found, `discover.at_most` at a time; empty for the one of"
     " its file",
@@ -79,6 +82,7 @@ LABELS: Final = {
     "source": ", ".join(f"`{each.value}`" for each in ChunkSource),
     "state": "of an engine: " + ", ".join(f"`{state.value}`" for state in EngineState)
     + "; of an offered replica: `leased`, `free`; of a host: `guarded`, `watched`, `refused`",
+    "support": ", ".join(f"`{support}`" for support in Support) + ", `refused`; empty if unknown",
     "targets": "`met`, `missed`",
     "task": "background tasks of the process: a handful, and three or four a replica",
     "version": "version of ROSE",
@@ -117,7 +121,15 @@ def node_metrics(replicas: int = 1) -> NodeMetrics:
     names = [f"guest-{number}" for number in range(replicas)]
     state = HostState(kv_total=4, granules_total=2)
     hosts = [
-        HostFigures(f"host-{at}", LatencyHistogram(0.5), LatencyHistogram(0.15), state, (1, 0))
+        HostFigures(
+            f"host-{at}",
+            LatencyHistogram(0.5),
+            LatencyHistogram(0.15),
+            state,
+            (1, 0),
+            ("vLLM 0.32.0", "tested"),
+            ("lending: no KV pages",),
+        )
         for at in range(replicas)
     ]
     views = [

@@ -1,7 +1,7 @@
-"""Description of a host beside its page, for a node that finds hosts in a shared folder.
+"""Description of a host beside its page: for nodes, which find hosts in a shared folder by it.
 
     DIR/NAME.page   the control page; the host is the process that holds its seat
-    DIR/NAME.json   model, targets and GPUs of the host that took the seat at `seated_ns`
+    DIR/NAME.json   model, targets, GPUs and engine of the host that took the seat at `seated_ns`
 
 The name of the page is the name of the host. A description counts for the life that wrote it: one
 of an earlier life has another `seated_ns`. It is not trusted, since any user of a shared folder may
@@ -28,15 +28,19 @@ MOST_DEVICES: Final = 64
 MOST_TARGET_S: Final = 3_600.0
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _DEVICE: Final = re.compile(r"GPU-[0-9a-fA-F-]{1,60}")
-MODEL_CHARS: Final = 253
+TEXT_CHARS: Final = 253
+MOST_LACKS: Final = 16
+LENDING: Final = "lending"
+"""Capability of a host that was asked to lend KV memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostDescription:
-    """Model, latency targets and GPUs of a host, in a JSON file beside its control page.
+    """Model, latency targets, GPUs and engine of a host, in a JSON file beside its control page.
 
     A target of 0 is unknown; `devices` are the UUIDs of its GPUs. seated_ns: CLOCK_MONOTONIC time
-    at which the host took the page's seat.
+    at which the host took the page's seat. engine: its name and version. support: of that version,
+    `tested` or `probed`. lacks: what the host was asked for and cannot, as `capability: reason`.
     """
 
     model: str
@@ -44,13 +48,16 @@ class HostDescription:
     tpot_s: float
     devices: tuple[str, ...]
     seated_ns: int
+    engine: str = ""
+    support: str = ""
+    lacks: tuple[str, ...] = ()
 
     def write(self, page: Path, group: str = "") -> None:
         """Write the description to the JSON file beside `page`, atomically. Raises PageError.
 
         group: name or number of a group that may read the file; empty for none.
         """
-        target = page.with_suffix(".json")
+        target = path_of(page)
         draft = target.with_name(f".{target.name}.{os.getpid()}")
         gid = group_id(group)
         try:
@@ -73,7 +80,7 @@ class HostDescription:
 
         Raises PageError for a file that the owner of the page did not write, or that is invalid.
         """
-        path = page.with_suffix(".json")
+        path = path_of(page)
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
@@ -95,11 +102,28 @@ class HostDescription:
             raise PageError(f"{path} describes no host: {error!r:.200}") from error
 
     @classmethod
+    def current(cls, page: Path, seated_ns: int) -> Self | None:
+        """Return the description by the host that took the seat at `seated_ns`; None without."""
+        try:
+            said = cls.read(page)
+        except PageError:
+            return None
+        return said if said is not None and said.seated_ns == seated_ns else None
+
+    @classmethod
     def _parsed(cls, said: Mapping[str, Any]) -> Self:
         """Return the description in decoded JSON; fields that a newer plugin adds are ignored."""
         model, devices, seated_ns = said["model"], said["devices"], said["seated_ns"]
-        if not isinstance(model, str) or len(model) > MODEL_CHARS or not model.isprintable():
-            raise ValueError("model is no name")
+        engine, support, lacks = (
+            said.get("engine", ""),
+            said.get("support", ""),
+            said.get("lacks", []),
+        )
+        if not isinstance(lacks, list) or len(lacks) > MOST_LACKS:
+            raise ValueError("lacks is no short list")
+        for text in (model, engine, support, *lacks):
+            if not (isinstance(text, str) and len(text) <= TEXT_CHARS and text.isprintable()):
+                raise ValueError(f"{text!r:.80} is no short text")
         if not isinstance(devices, list) or len(devices) > MOST_DEVICES:
             raise ValueError("devices is no list of GPUs")
         for device in devices:
@@ -108,7 +132,14 @@ class HostDescription:
         if not isinstance(seated_ns, int) or isinstance(seated_ns, bool):
             raise TypeError("seated_ns is no number")
         ttft_s, tpot_s = _target(said["ttft_s"]), _target(said["tpot_s"])
-        return cls(model, ttft_s, tpot_s, tuple(devices), seated_ns)
+        return cls(model, ttft_s, tpot_s, tuple(devices), seated_ns, engine, support, tuple(lacks))
+
+
+def path_of(page: Path) -> Path:
+    """Return the path of the description beside a control page."""
+    return (
+        page.with_suffix(".json") if page.suffix == SUFFIX else page.with_name(f"{page.name}.json")
+    )
 
 
 def host_name(page: Path) -> str:

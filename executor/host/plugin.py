@@ -14,10 +14,11 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from executor.control_page.host_description import MODEL_CHARS, HostDescription
+from executor.control_page.host_description import LENDING, TEXT_CHARS, HostDescription
 from executor.control_page.host_seat import HostSeat, Veto
 from executor.control_page.latency_ring import LatencyLane
 from executor.control_page.page import ControlPage, check_folder
@@ -121,8 +122,11 @@ class HostPlugin(ABC, Generic[Publisher]):
                 self._lender = None
 
     @abstractmethod
-    def _check(self) -> None:
-        """Raise ExecutorError if this engine cannot be a host."""
+    def _check(self) -> tuple[str, str]:
+        """Return the engine's name with its version, and the support of that version.
+
+        Raises ExecutorError if this engine cannot be a host.
+        """
 
     @abstractmethod
     def _make_lender(self, settings: EngineSettings) -> HostLender:
@@ -140,12 +144,11 @@ class HostPlugin(ABC, Generic[Publisher]):
         settings = EngineSettings.from_environ(os.environ)
         if settings.role != HOST:
             return
-        self._check()
+        checked = self._check()
         page, seat = _seated(settings, *self._core)
         self._seat = seat
         log = StepLog.from_environ(os.environ, HOST)
-        if settings.level == LEND:
-            self._begin_lending(settings)
+        lacks = self._begin_lending(settings) if settings.level == LEND else ()
         targets_s = settings.ttft_s, settings.tpot_s
         observer = self.publisher(
             self._engine, seat, targets_s, step_log=log, lender=lambda: self._lender
@@ -154,11 +157,14 @@ class HostPlugin(ABC, Generic[Publisher]):
         observer.publish()
         self._observer = observer
         seat.start()
-        if settings.found and self._core[0] == 0:
+        if self._core[0] == 0:
             # Last: a node may start a guest once it has found this.
             model, devices = self._identity()
-            said = HostDescription(model[-MODEL_CHARS:], *targets_s, devices, seat.taken_ns)
-            said.write(page.path, settings.page_group)
+            said = HostDescription(
+                model[-TEXT_CHARS:], *targets_s, devices, seat.taken_ns, *checked, lacks
+            )
+            with nullcontext() if settings.found else suppress(PageError):
+                said.write(page.path, settings.page_group)
 
     def _leave(self) -> None:
         seat, self._seat, self._observer = self._seat, None, None
@@ -167,11 +173,14 @@ class HostPlugin(ABC, Generic[Publisher]):
             if held is not None:
                 held.close()
 
-    def _begin_lending(self, settings: EngineSettings) -> None:
+    def _begin_lending(self, settings: EngineSettings) -> tuple[str, ...]:
+        """Make the lender; return the capability that the engine lacks, with the reason."""
         try:
             self._lender = self._make_lender(settings)
         except Exception as error:  # noqa: BLE001 -- the host is worth more than what it lends
             self.log.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
+            return (" ".join(f"{LENDING}: {error}".split())[:TEXT_CHARS],)
+        return ()
 
     def _lend(self, *, arrived: bool = False) -> None:
         lender, observer = self._lender, self._observer

@@ -29,7 +29,8 @@ from typing import Final
 
 import aiohttp
 
-from executor import ControlPage, HostState, LatencyRecord, SeatState
+from executor import ControlPage, HostState, HostView, LatencyRecord, SeatState
+from executor.control_page.host_description import HostDescription
 from executor.control_page.host_seat import MOST_CORES, HeldLock
 from executor.control_page.latency_ring import START, Cursor
 from executor.freeze_reason import FreezeReason
@@ -109,8 +110,20 @@ class Host:
             self.watch.drain(self.page)
 
     def figures(self) -> HostFigures:
+        """Return the host's figures at a scrape; the engine is what the host says of itself."""
+        with self._lock:
+            view = HostView() if self._closed else self.page.host_view()
+        seat = view.seat if view.seated else None
+        said = HostDescription.current(self.page.path, seat.taken_ns) if seat else None
+        support = "refused" if view.vetoed and not view.replaced else said.support if said else ""
         return HostFigures(
-            self.config.name, self._ttft, self._tpot, self.state, requests=self.requests
+            self.config.name,
+            self._ttft,
+            self._tpot,
+            view.state,
+            self.requests,
+            engine=(said.engine if said else "", support),
+            lacks=said.lacks if said else (),
         )
 
     def telemetry(self, node: str) -> rose_pb2.HostTelemetry:

@@ -121,7 +121,9 @@ class LatencyHistogram:
 class HostFigures:
     """Figures of one host at a scrape; `state` is None if the host publishes none.
 
-    requests: counts of requests that met both targets, and that missed one.
+    requests: counts of requests that met both targets, and that missed one. engine: its name with
+    its version, and ROSE's support of it (`tested`, `probed` or `refused`), empty if unknown.
+    lacks: what the host was asked for and cannot, as `capability: reason`.
     """
 
     name: str
@@ -129,6 +131,8 @@ class HostFigures:
     tpot: LatencyHistogram
     state: HostState | None = None
     requests: tuple[int, int] = (0, 0)
+    engine: tuple[str, str] = ("", "")
+    lacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +251,11 @@ READ: Final = {
         host_ttft_target_seconds="The host's target of its TTFT.",
         host_tpot_target_seconds="The host's target of its TPOT.",
     ),
+    **_gauges(
+        "host engine support",
+        host_engine_info="1, with the host's engine, which is tested, probed or refused.",
+    ),
+    **_gauges("host capability", host_lacks="1 for what the host was asked for and cannot."),
     **_counters("host", host_busy_seconds="Time in which the host was in a step."),
     **_gauges(
         "",
@@ -299,6 +308,10 @@ def _of_host(host: HostFigures) -> Iterator[Sample]:
         yield "host_requests", [host.name, targets], count
     yield "host_ttft_target_seconds", name, host.ttft.target_s
     yield "host_tpot_target_seconds", name, host.tpot.target_s
+    if any(host.engine):
+        yield "host_engine_info", [host.name, *host.engine], 1.0
+    for lack in host.lacks:
+        yield "host_lacks", [host.name, lack.partition(":")[0]], 1.0
     if state := host.state:
         yield "host_running", name, state.running
         yield "host_waiting", name, state.waiting

@@ -31,6 +31,7 @@ from executor.sglang import surfaces
 from executor.sglang.compat import (
     HOST_NEEDED,
     SCHEDULER,
+    VERSIONS,
     EnginePart,
     Hook,
     check_features,
@@ -148,11 +149,12 @@ class SglangHost(HostPlugin[BatchPublisher]):
                 if request.finished_reason is not None:
                     self.pool.warm.add(now_ns, request.seqlen)
 
-    def _check(self) -> None:
+    def _check(self) -> tuple[str, str]:
         if self._refused is not None:
             raise self._refused
-        check_version(surfaces.HOST)
+        support = check_version(surfaces.HOST)
         check_features(self._scheduler.server_args, HOST_NEEDED, "a host")
+        return VERSIONS.installed, support
 
     @property
     def _engine(self) -> Any:  # noqa: ANN401 -- SGLang's scheduler

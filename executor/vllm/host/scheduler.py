@@ -15,7 +15,13 @@ from executor.engine_settings import EngineSettings
 from executor.errors import LendingError
 from executor.host.kv_lender import HostLender
 from executor.host.plugin import HostPlugin, lending_limits
-from executor.vllm.compat import RequestSurface, StepSurface, check_version, own_devices
+from executor.vllm.compat import (
+    VERSIONS,
+    RequestSurface,
+    StepSurface,
+    check_version,
+    own_devices,
+)
 from executor.vllm.host.kv_lender import lender_of
 from executor.vllm.host.plugin import engine_core_of
 from executor.vllm.host.state_publisher import HostStatePublisher
@@ -103,8 +109,8 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
         super().shutdown()
         self._quietly(self._leave)
 
-    def _check(self) -> None:
-        check_version(HOST)
+    def _check(self) -> tuple[str, str]:
+        return VERSIONS.installed, check_version(HOST)
 
     @property
     def _core(self) -> tuple[int, int]:

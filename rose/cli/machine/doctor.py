@@ -21,12 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import ParamSpec
 
 from executor import ControlPage, PageError
+from executor.control_page.host_description import HostDescription
 from executor.control_page.page import (
     BEAT_STALE_NS,
     LAYOUT_VERSION,
@@ -34,6 +36,7 @@ from executor.control_page.page import (
     on_disk,
     strictest,
 )
+from executor.engine_surfaces import VERSIONS, Support
 from executor.freeze_reason import explained
 from rose.addresses import is_loopback, taken
 from rose.cli.options import DEFAULT_SCHEDULER
@@ -152,6 +155,8 @@ def host_checks(host: HostConfig, *, daemon_runs: bool) -> Iterator[Diagnosis]:
     if host.page.exists():
         yield checked("host seat", _seat, host)
         yield checked("host heartbeat", _heartbeat, host)
+        if (said := _described(host)) is not None and said.engine:
+            yield _engine(said).about("host engine")
         if daemon_runs:
             yield checked("grant heartbeat", _grant, host)
     yield checked("clock", _clock, host.pid)
@@ -246,6 +251,27 @@ def _seat(host: HostConfig) -> Diagnosis:
         return wrong(f"who publishes is not the host ({doubt})", do)
     holders = ", ".join(str(seat.pid) for seat in view.seats if seat)
     return ok(f"held by process {holders}" if holders else "held")
+
+
+def _described(host: HostConfig) -> HostDescription | None:
+    """Return what the host that publishes now says of itself; None if it says nothing."""
+    with suppress(PageError), _open(host) as page:
+        view = page.host_view()
+        if view.seated and view.seat is not None:
+            return HostDescription.current(host.page, view.seat.taken_ns)
+    return None
+
+
+def _engine(said: HostDescription) -> Diagnosis:
+    """Return a finding about the host's engine: a NOTE if ROSE is not tested with it, or it cannot
+    do what it was asked for.
+    """
+    what = "; ".join([f"{said.engine} is {said.support}", *said.lacks])
+    if said.lacks:
+        return note(what, "the host serves all the same; its log has the reason in full")
+    if said.support != Support.TESTED:
+        return note(what, f"ROSE is not tested with it; set {VERSIONS}=tested to refuse it")
+    return ok(what)
 
 
 def _heartbeat(host: HostConfig) -> Diagnosis:

@@ -10,11 +10,14 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from executor import ControlPage, Veto
+from executor.control_page.host_description import HostDescription
 from rose.addresses import free_port
 from rose.cli.machine.doctor import (
     Diagnosis,
@@ -245,6 +248,38 @@ async def test_a_page_without_a_host_and_one_with_an_unpublished_engine_are_name
     assert "no process publishes" in found["host seat"]
     assert "start it again if the page was deleted" in found["host seat"]
     assert "VLLM_PLUGINS, where it is set, names rose_host" in found["host seat"]
+
+
+@pytest.mark.parametrize(
+    ("said", "level", "what"),
+    [
+        (("vLLM 0.32.0", "tested", ()), Severity.OK, "vLLM 0.32.0 is tested"),
+        (("vLLM 0.33.0", "probed", ()), Severity.NOTE, "vLLM 0.33.0 is probed"),
+        (("vLLM 0.32.0", "tested", ("lending: x",)), Severity.NOTE, "is tested; lending: x"),
+        (("", "", ()), None, ""),
+    ],
+)
+async def test_the_support_of_the_hosts_engine_is_said(
+    bench: NodeBench, said: tuple[Any, ...], level: Severity | None, what: str
+) -> None:
+    described = HostDescription("m", 0.5, 0.1, (), bench.host.seat.taken_ns, *said)
+    described.write(bench.page.path)
+    found = (await findings(bench)).get("host engine")
+    assert (found and found.level) is level
+    assert what in str(found)
+    replace(described, seated_ns=1).write(bench.page.path)
+    assert "host engine" not in await findings(bench), "of an earlier life"
+
+
+async def test_a_host_that_lacks_an_engine_core_is_named(bench: NodeBench) -> None:
+    bench.host.close()
+    seat = bench.page.take_host(core=0, cores=2)
+    assert "engine core 1 of 2 does not publish" in (await wrongs(bench))["host seat"]
+    other = bench.page.take_host(core=1, cores=2)
+    found = await findings(bench)
+    assert {found["host seat"].level, found["host heartbeat"].level} == {Severity.OK}
+    for each in (seat, other):
+        each.close()
 
 
 async def test_advice_is_that_of_the_hosts_engine(bench: NodeBench) -> None:

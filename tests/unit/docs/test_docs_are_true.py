@@ -31,6 +31,7 @@ OTHERS_FLAGS = {
     "--timeout",
     "--values",
     # Options of engines and pip.
+    "--enable-elastic-ep",
     "--offload-rollout",
     "--only-binary",
     "--pid",

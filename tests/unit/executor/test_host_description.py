@@ -10,12 +10,20 @@ import pytest
 from kv_cases import HostRig, host_of, host_rig
 
 from executor import ControlPage, ExecutorError, HostSeat, PageError
-from executor.control_page.host_description import MOST_BYTES, HostDescription, host_name
+from executor.control_page.host_description import (
+    MOST_BYTES,
+    HostDescription,
+    host_name,
+    path_of,
+)
 from executor.engine_settings import EngineSettings, page_path_of
+from executor.errors import LendingError
 from executor.vllm.host.latency_logger import HostLatencyLogger
 
 __all__ = ["host_of"]
-SAID = HostDescription("chat", 0.5, 0.15, ("GPU-0a",), seated_ns=7)
+SAID = HostDescription(
+    "chat", 0.5, 0.15, ("GPU-0a",), 7, "vLLM 0.32.0", "tested", ("lending: no KV pages",)
+)
 
 
 def settings(**environ: str) -> EngineSettings:
@@ -67,6 +75,7 @@ def test_an_engine_describes_itself_once_it_has_the_seat(
         assert (said.ttft_s, said.tpot_s, said.seated_ns) == (0.4, 0.0, seat.taken_ns)
         assert said.model
         assert said.devices == (), "a CPU has no UUID"
+        assert (said.engine.split()[0], said.support, said.lacks) == ("vLLM", "tested", ())
         assert path.with_suffix(".json").stat().st_mode & 0o777 == 0o640
         logger = HostLatencyLogger(None)
         assert logger._writer.open, "its API process comes to the same page"
@@ -96,6 +105,40 @@ def test_a_host_whose_page_is_swept_as_it_starts_makes_another(
         assert page.host_view().seated
         assert not page.host_view().vetoed
     rig.scheduler.shutdown()
+
+
+def test_a_host_whose_page_is_named_describes_itself_too_if_it_can(
+    tmp_path: Path, host_of: Callable[..., HostRig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lends_not(*_: object) -> None:
+        raise LendingError("no KV\npages")
+
+    monkeypatch.setattr("executor.vllm.host.scheduler.lender_of", lends_not)
+    rig = host_of(level="lend")
+    with ControlPage.open(tmp_path / "page") as page:
+        seat = page.seat.read()
+        assert seat is not None
+        said = HostDescription.current(page.path, seat.taken_ns)
+        assert said is not None
+        assert said.lacks == ("lending: no KV pages",)
+        assert HostDescription.current(page.path, seat.taken_ns - 1) is None, "an earlier life"
+        rig.scheduler.shutdown()
+        monkeypatch.setattr(HostDescription, "write", refuses)
+        rig.scheduler.attach()
+        assert not page.host_view().vetoed, "it publishes all the same"
+    rig.scheduler.shutdown()
+
+
+def refuses(*_: object) -> None:
+    raise PageError("cannot write")
+
+
+@pytest.mark.parametrize(
+    ("page", "beside"),
+    [("chat.page", "chat.json"), ("rose.1", "rose.1.json"), ("rose", "rose.json")],
+)
+def test_each_page_has_a_description_of_its_own(page: str, beside: str) -> None:
+    assert path_of(Path(page)) == Path(beside)
 
 
 @pytest.fixture
@@ -128,6 +171,11 @@ HOSTILE = {
     "device": json.dumps(FIELDS | {"devices": ["../../etc"]}),
     "devices": json.dumps(FIELDS | {"devices": "GPU-0"}),
     "model": json.dumps(FIELDS | {"model": "a\nb"}),
+    "engine": json.dumps(FIELDS | {"engine": ["vLLM"]}),
+    "support": json.dumps(FIELDS | {"support": "x" * 254}),
+    "lacks": json.dumps(FIELDS | {"lacks": "lending"}),
+    "too many lacks": json.dumps(FIELDS | {"lacks": ["x"] * 17}),
+    "a lack": json.dumps(FIELDS | {"lacks": ["a\x1b[2J"]}),
     "seat": json.dumps(FIELDS | {"seated_ns": None}),
     "depth": "[" * 9_000,
     "size": " " * (MOST_BYTES + 1) + json.dumps(FIELDS),

@@ -12,7 +12,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from executor import ControlPage, LatencyRecord, SeatState
+from executor import ControlPage, HostState, LatencyRecord, SeatState, Veto
+from executor.control_page.host_description import HostDescription
 from rose.logs.eventlog import JsonlLog
 from rose.node import host as host_watch
 from rose.node.config import HostConfig
@@ -194,6 +195,31 @@ def test_requests_count_by_both_targets(tmp_path: Path) -> None:
     assert host.requests == (2, 2)
     told = host.telemetry("n0")
     assert (told.prompt_tokens, told.output_tokens) == (28, 4)
+    host.close()
+    log.close()
+
+
+def test_figures_have_what_the_present_host_says_of_its_engine(tmp_path: Path) -> None:
+    page, log = ControlPage.ensure(tmp_path / "page"), JsonlLog(tmp_path / "latencies")
+    host = Host(HostConfig(page=page.path), page, log, page.take_guard())
+    assert host.figures().engine == ("", ""), "none is there"
+    seats = [page.take_host(core=core, cores=2) for core in range(2)]
+    HostDescription(
+        "m", 0.5, 0.1, (), seats[0].taken_ns, "vLLM 0.33.0", "probed", ("lending: x",)
+    ).write(page.path)
+    for running, seat in enumerate(seats, 1):
+        seat.write(HostState(running=running))
+    figures = host.figures()
+    assert (figures.engine, figures.lacks) == (("vLLM 0.33.0", "probed"), ("lending: x",))
+    assert figures.state is not None
+    assert figures.state.running == 3, "of both engine cores"
+    seats[1].close()
+    assert host.figures().engine == ("", ""), "one of its cores ended"
+    veto = Veto(page.path)
+    veto.renew()
+    assert host.figures().engine == ("", "refused")
+    veto.close()
+    seats[0].close()
     host.close()
     log.close()
 

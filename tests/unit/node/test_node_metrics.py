@@ -26,7 +26,10 @@ GUEST = GuestState(tokens_total=70, running=2, waiting=1, yielded_ns=1_500_000_0
 STATE = HostState(
     running=3, kv_used=10, kv_total=40, granules_total=8, granules_lent=5, bytes_lent=640
 )
-HOST = HostFigures("", LatencyHistogram(0.45), LatencyHistogram(0.04), STATE, (98, 2))
+HOST = HostFigures(
+    "", LatencyHistogram(0.45), LatencyHistogram(0.04), STATE, (98, 2),
+    engine=("vLLM 0.33.0", "probed"), lacks=("lending: no KV pages",),
+)  # fmt: skip
 HELD = HeldMemory(17 << 30, "driver, by process")
 VIEW = ReplicaFigures("g0", "healthy", 1, 9, 0.25, 40, GRANT, GUEST, owed_bytes=128, held=HELD)
 
@@ -104,6 +107,8 @@ HOST_SHOWN = {
     "rose_host_lent_granules,": 5,
     "rose_host_reserve_missing_granules,": 0,
     "rose_host_kv_usage,": 0.25,
+    "rose_host_engine_info,vLLM 0.33.0,,probed": 1,
+    "rose_host_lacks,lending,": 1,
 }
 EVENTS: list[tuple[str, dict[str, object]]] = [
     ("grant", {"replica": "g0", "mode": "run", "reason": "leased"}),
