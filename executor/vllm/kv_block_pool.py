@@ -26,6 +26,7 @@ from executor.errors import ExecutorError
 from executor.kv.backing import HeldGranules, PageBackend
 from executor.kv.shrink_plan import Granules, GranuleUse
 from executor.vllm.compat import TESTED, BlockPoolSurface, BlockSurface
+from executor.vllm.probes import replace_queue
 
 COLD_SHARE: Final = 1 / 8
 # Bounds the work of one allocation in a large pool.
@@ -207,7 +208,7 @@ class BalloonedPool(HeldGranules):
         self._pool = pool
         self._queue = self._queue_of(granules, pool.free_block_queue.get_all_free_blocks())
         _check_calls(type(pool), self._queue)
-        pool.free_block_queue = self._queue
+        replace_queue(pool, self._queue)
         super().__init__(granules, pages)
 
     @property

@@ -29,6 +29,7 @@ from executor.vllm.compat import (
 )
 from executor.vllm.kv_backing import blocks_of, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
+from executor.vllm.probes import check_addresses
 from executor.vllm.scheduler_base import ConfiguredScheduler
 
 
@@ -73,6 +74,7 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
         check_features(self.vllm_config)
         self._aborts = AbortQueue()
         pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)
+        check_addresses(self.vllm_config, self.kv_cache_config, pages, granules)
         pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
         self.attach(settings, pool, self.block_size)
 

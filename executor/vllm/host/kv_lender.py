@@ -32,6 +32,7 @@ from executor.kv.shrink_plan import Granules, plan_growth
 from executor.vllm.compat import BlockPoolSurface, BlockSurface, RequestSurface, check_version
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool, Block, GranuleQueue
+from executor.vllm.probes import check_addresses
 from executor.vllm.surfaces import LENDING
 
 HOLD_NS: Final = 250_000_000
@@ -237,6 +238,7 @@ def lender_of(
         raise LendingError("a KV connector may read blocks that are free; start without one")
     pages, granules = kv_pages(scheduler.vllm_config, scheduler.kv_cache_config, kv_backend)
     check_lendable(pages, granules, IN_REACH)
+    check_addresses(scheduler.vllm_config, scheduler.kv_cache_config, pages, granules)
     stock = scheduler.kv_cache_manager.block_pool
     block_tokens: int = scheduler.block_size
     if pages.always_restores:
