@@ -18,9 +18,42 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
+from enum import IntEnum, unique
 from functools import lru_cache
+from typing import Self
 
 from rose.errors import ConfigError
+
+
+@unique
+class DefaultPort(IntEnum):
+    """Ports of ROSE's processes and of what `rose init` starts, each with what listens on it.
+
+    None is a default of vLLM, SGLang, Prometheus or its exporters.
+    """
+
+    listener: str
+
+    def __new__(cls, port: int, listener: str) -> Self:
+        made = int.__new__(cls, port)
+        made._value_ = port
+        made.listener = listener
+        return made
+
+    SCHEDULER = 7400, "scheduler, gRPC"
+    PROXY = 7410, "a node's proxy, for gateways on other machines"
+    SCHEDULER_METRICS = 7430, "scheduler, `/metrics`"
+    GATEWAY = 7450, "gateway, HTTP for trainers"
+    FRONT = 7460, "front, HTTP for trainers of others"
+    ALERTS = 7470, "scheduler, `/v1/alerts`"
+    DASHBOARD = 7480, "scheduler, dashboard"
+    NODE_METRICS = 7490, "node, `/metrics`"
+    PUBLISHER = 7500, "trainer's publisher, weights"
+    RELAY = 7600, "relay, weights"
+    RELAY_METRICS = 7610, "relay, `/metrics`"
+    HOST = 8001, "a new host of `rose init`"
+    GUEST = 8100, "guest of `rose init`, on loopback"
+
 
 # Below the ports that the kernel assigns by itself (from 32,768 on Linux): any connection could
 # take one of those before the caller listens on it.

@@ -14,6 +14,7 @@ from pydantic.alias_generators import to_camel
 
 from elastic_scheduler import policy_names
 from elastic_scheduler.capacity import CapacityPolicy, PolicyMode
+from rose.addresses import DefaultPort
 from rose.gateway.settings import COUNTS, TIMES
 from rose.node.config import NodeConfig, ReplicaConfig
 
@@ -287,7 +288,9 @@ class AlertRules(Strict):
     token_secret: SecretName = _said(
         "secret with the bearer token under `token`, 32 random bytes or more; none: not served", ""
     )
-    port: Port = _said("where Alertmanager posts; `networkPolicy.peers.monitoring` may", 7490)
+    port: Port = _said(
+        "where Alertmanager posts; `networkPolicy.peers.monitoring` may", DefaultPort.ALERTS
+    )
     rules: tuple[Kube, ...] = _said("which alerts hold which nodes, as that page has them", ())
 
 
@@ -295,12 +298,12 @@ class Scheduler(ControlWorkload):
     """Schedulers, of which one leads."""
 
     replicas: int = _said("how many; one leads, the others stand by", 2, ge=1, le=7)
-    port: Port = _said("of gRPC", 7400)
-    metrics_port: Port = _said("of /metrics", 9400)
+    port: Port = _said("of gRPC", DefaultPort.SCHEDULER)
+    metrics_port: Port = _said("of /metrics", DefaultPort.SCHEDULER_METRICS)
     dashboard_port: Port | None = _said(
         "of the dashboard, on the pods' loopback, where `kubectl port-forward` reaches it;"
         " null: none",
-        7480,
+        DefaultPort.DASHBOARD,
     )
     policy: str = _said(
         "which offers are leased", "rose", json_schema_extra={"enum": sorted(policy_names())}
@@ -347,7 +350,7 @@ class Gateway(ControlWorkload):
 
     enabled: bool = _said("run them", True)
     replicas: int = _said("how many", 2, ge=1, le=64)
-    port: Port = _said("of HTTP", 8080)
+    port: Port = _said("of HTTP", DefaultPort.GATEWAY)
     model_name: str = _said("name of the model in answers", "rose-policy")
     max_model_len: int | None = _said("tokens; else what replicas say", None, ge=2)
     token_keys_secret: SecretName = _said("secret with the public keys under `keys.json`", "")
@@ -413,8 +416,8 @@ class Relay(ControlWorkload):
     """A relay: fetches weights once for this cluster and passes them on."""
 
     enabled: bool = _said("run it", False)
-    port: Port = _said("of HTTP", 7600)
-    metrics_port: Port = _said("of /metrics", 9400)
+    port: Port = _said("of HTTP", DefaultPort.RELAY)
+    metrics_port: Port = _said("of /metrics", DefaultPort.RELAY_METRICS)
     jobs: tuple[RelayJob, ...] = _said("whose weights", ())
     unsigned: bool = _said("keep what nobody signed", False)
     bytes_per_s: int | None = _said("of the link to the publisher", None, ge=1)
@@ -457,8 +460,10 @@ class Node(Workload):
         "the node's file, but for what the chart sets; `replicas` run in mode Active alone",
         NodeValues(discover={"folder": "/run/rose"}),
     )
-    metrics_port: Port = _said("of /metrics; on loopback unless `monitoring.podMonitor`", 7490)
-    proxy_port: Port = _said("gateways reach guests by it, in mode Active", 7410)
+    metrics_port: Port = _said(
+        "of /metrics; on loopback unless `monitoring.podMonitor`", DefaultPort.NODE_METRICS
+    )
+    proxy_port: Port = _said("gateways reach guests by it, in mode Active", DefaultPort.PROXY)
     node_selector: Labels = _said(
         "label off: ROSE leaves the machine", {"rose.dev/harvest": "enabled"}
     )

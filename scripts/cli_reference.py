@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from rose.addresses import DefaultPort
 from rose.cli.exit_codes import ExitCode
 from rose.cli.main import every_command, whole_parser
 from rose.cli.options import add_scheduler_options
@@ -53,7 +54,8 @@ def page() -> dict[Path, str]:
         for name in names:
             for path in (p for p in commands if p == name or p.startswith(f"{name} ")):
                 parts.append(_command(path, commands[path]))
-    return with_parts(PAGE, {"exit codes": _codes(), "commands": "".join(parts)})
+    parts_of = {"exit codes": _codes(), "ports": _ports(), "commands": "".join(parts)}
+    return with_parts(PAGE, parts_of)
 
 
 def _check(parser: argparse.ArgumentParser, commands: Iterable[str]) -> None:
@@ -71,6 +73,11 @@ def _check(parser: argparse.ArgumentParser, commands: Iterable[str]) -> None:
 def _codes() -> str:
     rows = "".join(f"| {int(code)} | {code.meaning} |\n" for code in ExitCode)
     return f"| code | means |\n| --- | --- |\n{rows}"
+
+
+def _ports() -> str:
+    rows = "".join(f"| {port} | {port.listener} |\n" for port in DefaultPort)
+    return f"| port | listens |\n| --- | --- |\n{rows}"
 
 
 def _command(path: str, parser: argparse.ArgumentParser) -> str:

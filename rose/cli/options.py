@@ -5,12 +5,13 @@ import os
 from http.client import HTTPException
 from typing import Final
 
+from rose.addresses import DefaultPort
 from rose.direct_http import open_directly
 from rose.errors import UnavailableError
 from rose.operate.client import PolicyClient
 from rose.security.certificates import PATHS, add_certificate_options, taken_certificates
 
-DEFAULT_SCHEDULER: Final = "127.0.0.1:7400"
+DEFAULT_SCHEDULER: Final = f"127.0.0.1:{DefaultPort.SCHEDULER}"
 METRICS_S: Final = 5.0
 MOST_METRICS_BYTES: Final = 16 << 20
 

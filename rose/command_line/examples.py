@@ -96,7 +96,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "scheduler": ("rose scheduler --store run/rose.sqlite --log-dir run/s1 --port 7400",),
         "gateway": ("rose gateway --port 7450 --scheduler 127.0.0.1:7400",),
         "node": ("rose node --config node.json",),
-        "front": ("rose front --port 8100 --weights-root outputs",),
+        "front": ("rose front --port 7460 --weights-root outputs",),
         "publish": ("rose publish --watch outputs/checkpoints --job grpo",),
         "profile": ("rose profile --model models/m-7b --out step_profile.json",),
         "relay": (

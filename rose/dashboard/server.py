@@ -25,7 +25,7 @@ from urllib.parse import parse_qsl, urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from rose.addresses import PATIENCE_S, check_exposure, is_loopback
+from rose.addresses import PATIENCE_S, DefaultPort, check_exposure, is_loopback
 from rose.dashboard.page import assets
 from rose.dashboard.pages import PATHS
 from rose.dashboard.watch import BusyError, Watch
@@ -82,7 +82,7 @@ def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
         "--dashboard-port",
         type=int,
         metavar="N",
-        help="serve them there (default: nowhere; 7480 is as good as any)",
+        help=f"serve them there (default: nowhere; {DefaultPort.DASHBOARD} is as good as any)",
     )
     group.add_argument(
         "--dashboard-host",

@@ -19,7 +19,7 @@ import grpc.aio
 
 from elastic_scheduler import HarvestMode, make_policy, policy_names
 from elastic_scheduler.policies.rose import HOLD_S
-from rose.addresses import check_exposure, host_port, is_address
+from rose.addresses import DefaultPort, check_exposure, host_port, is_address
 from rose.command_line.parser import (
     Parser,
     add_insecure,
@@ -74,7 +74,7 @@ from rose.store import (
 )
 from rose.tracing import Spans, spans_of
 
-DEFAULT_PORT = 7400
+DEFAULT_ALERTS = f"127.0.0.1:{DefaultPort.ALERTS}"
 MOST_HOLD_S = 86_400.0
 # Staleness of a standing job until its trainer sets one; before its first version it is irrelevant.
 STANDING_STALENESS = 1
@@ -175,7 +175,13 @@ def parser(prog: str = "rose scheduler") -> Parser:
     parser = Parser(prog, description="Lease offered capacity to the job.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
-    add("--port", type=int, default=DEFAULT_PORT, metavar="N", help=f"default {DEFAULT_PORT}")
+    add(
+        "--port",
+        type=int,
+        default=DefaultPort.SCHEDULER,
+        metavar="N",
+        help=f"default {DefaultPort.SCHEDULER}",
+    )
     add(
         "--advertise",
         default="",
@@ -253,9 +259,9 @@ def parser(prog: str = "rose scheduler") -> Parser:
     alert("--alerts-token-file", type=Path, metavar="FILE", help="bearer token of Alertmanager")
     alert(
         "--alerts-address",
-        default="127.0.0.1:7490",
+        default=DEFAULT_ALERTS,
         metavar="HOST:PORT",
-        help="where it posts, /v1/alerts (default 127.0.0.1:7490; others over TLS)",
+        help=f"where it posts, /v1/alerts (default {DEFAULT_ALERTS}; others over TLS)",
     )
     add_certificate_options(parser)
     return parser

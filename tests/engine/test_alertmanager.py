@@ -37,7 +37,7 @@ def configuration(address: str, token: Path, ca: Path) -> dict[str, Any]:
     """Return the page's configuration of Alertmanager, with these files and with short waits."""
     text = block("alertmanager.yml").replace("CLUSTER", "prod")
     for there, here in (
-        ("rose-scheduler:7490", address),
+        ("rose-scheduler:7470", address),
         ("/etc/alertmanager/rose-token", str(token)),
         ("/etc/alertmanager/rose-ca.crt", str(ca)),
     ):

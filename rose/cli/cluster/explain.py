@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from rose.addresses import DefaultPort
 from rose.command_line.output import View, add_output_options, show
 from rose.command_line.parser import Parser
 from rose.direct_http import open_directly
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     # The import takes long, and most commands ask no gateway.
     from rose.contract.gateway import Choosing
 
-DEFAULT_GATEWAY = "http://127.0.0.1:7450"
+DEFAULT_GATEWAY = f"http://127.0.0.1:{DefaultPort.GATEWAY}"
 EXPLAIN_TIMEOUT_S = 5.0
 # A choice in a large fleet weighs a dozen replicas; the cheapest few explain it.
 SHOWN = 5

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import psutil
 
-from rose.addresses import taken
+from rose.addresses import DefaultPort, taken
 from rose.command_line.output import say
 from rose.command_line.parser import Parser
 from rose.engines import EngineKind
@@ -33,16 +33,8 @@ from weight_transfer import SigningKey
 
 FOLDER: Final = Path("run")
 _TEMPLATES = Path(__file__).parent / "first_files"
-# No default of vLLM, SGLang, Prometheus or its exporters.
-PORTS: Final = {
-    "scheduler": 7400,
-    "gateway": 7450,
-    "dashboard": 7480,
-    "metrics": 7490,
-    "publisher": 7500,
-    "host": 8001,
-    "guest": 8100,
-}
+_NAMES = ("scheduler", "gateway", "dashboard", "node_metrics", "publisher", "host", "guest")
+PORTS: Final = {name: int(DefaultPort[name.upper()]) for name in _NAMES}
 KEY, NO_KEY = "trainer.key", "0" * 64
 _ANY_LENGTH = 1 << 20
 _ON_GPU = {"kv_bytes": 4 << 30, "kv_tokens": 32_768, "max_model_len": 8_192, "max_sequences": 32}
@@ -153,7 +145,7 @@ class FirstFiles:
             "verify_key": self.verify_key,
             "host": host | on | other,
             "replicas": [guest | {"token_budget": 256, "slack_share": 0.0}],
-            "metrics_port": self.ports["metrics"],
+            "metrics_port": self.ports["node_metrics"],
         }
 
 

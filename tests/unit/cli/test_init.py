@@ -11,15 +11,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
-from rose.addresses import free_port
+from rose.addresses import DefaultPort, free_port
 from rose.cli.machine import init
 from rose.cli.main import main
 from rose.engines import EngineKind
+from rose.main.scheduler import settings_of
 from rose.node.config import NodeConfig
 from tests.fakes.nvml import card
 from weight_transfer import SigningKey
 
+ROOT = Path(__file__).parents[3]
 VLLM = ("vllm.entrypoints.openai.api_server", "--model")
 
 
@@ -70,6 +73,21 @@ def test_what_it_writes_starts_a_node(tmp_path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr().out
     for command in ("run/host.sh", "run/gateway.sh", "rose node --config run/node.json"):
         assert f"  {command}\n" in said
+
+
+def test_default_ports_of_all_processes_differ() -> None:
+    values = yaml.safe_load((ROOT / "helm/rose/values.yaml").read_text())
+    chart = [
+        port
+        for part in (values[name] for name in ("scheduler", "gateway", "relay", "node"))
+        for key, port in [*part.items(), *part.get("alerts", {}).items()]
+        if key.lower().endswith("port")
+    ]
+    scheduler = settings_of(["--store", "s", "--log-dir", "l"])
+    own = [scheduler.port, int(scheduler.alerts_address.rpartition(":")[2])]
+    for ports in (chart, own, list(init.PORTS.values())):
+        assert sorted(map(DefaultPort, ports)) == sorted(set(ports))
+    assert len(chart) == 9
 
 
 def test_ports_that_are_taken_are_left_alone(

@@ -515,7 +515,7 @@ def test_the_trainers_job_keeps_its_name_in_prometheus() -> None:
 
 def test_scrapers_reach_the_relay() -> None:
     ingress = objects(RELAY)["NetworkPolicy/r-relay"]["spec"]["ingress"]
-    assert ingress[1]["ports"] == [{"protocol": "TCP", "port": 9400}]
+    assert ingress[1]["ports"] == [{"protocol": "TCP", "port": 7610}]
 
 
 def test_scraped_ports_are_there() -> None:

@@ -70,7 +70,7 @@ def test_the_schedulers_command_is_one(certificates: dict[Role, Path]) -> None:
     settings = settings_of(inside(certificates[Role.SCHEDULER], args))
     assert settings.advertise == "10.0.0.7:7400"
     assert settings.store.is_etcd
-    assert settings.metrics_port == 9400
+    assert settings.metrics_port == 7430
     assert not settings.insecure
     # A port-forward reaches it, and the network does not.
     assert settings.dashboard is not None
@@ -95,7 +95,7 @@ def test_rules_of_alerts_reach_schedulers_and_alertmanager_their_port(tmp_path: 
     rule = {"match": {"severity": "page"}, "policy": {"name": "p", "mode": False}, "limit": "1h"}
     given = {"scheduler": {"alerts": {"tokenSecret": "shown", "rules": [rule]}}}
     settings = settings_of(words("Deployment/r-scheduler", given)[1:])
-    assert settings.alerts_address == "0.0.0.0:7490"
+    assert settings.alerts_address == "0.0.0.0:7470"
     found = objects(given)
     (tmp_path / "rules.yaml").write_text(
         found["ConfigMap/r-scheduler-alerts"]["data"]["rules.yaml"]
@@ -110,11 +110,11 @@ def test_rules_of_alerts_reach_schedulers_and_alertmanager_their_port(tmp_path: 
         for name in ("rules.yaml", "token")
     }
     assert {str(settings.alerts), str(settings.alerts_token_file)} <= mounts
-    port = {"name": "alerts", "port": 7490, "targetPort": "alerts", "protocol": "TCP"}
+    port = {"name": "alerts", "port": 7470, "targetPort": "alerts", "protocol": "TCP"}
     for service in ("r-scheduler", "r-leader"):
         assert port in found[f"Service/{service}"]["spec"]["ports"]
     into = found["NetworkPolicy/r-scheduler"]["spec"]["ingress"]
-    assert {"protocol": "TCP", "port": 7490} in [port for each in into for port in each["ports"]]
+    assert {"protocol": "TCP", "port": 7470} in [port for each in into for port in each["ports"]]
     assert "ConfigMap/r-scheduler-alerts" not in objects()
 
 
@@ -126,7 +126,7 @@ def test_the_gateways_command_is_one(certificates: dict[Role, Path]) -> None:
     assert name == "gateway"
     settings = parse_settings(inside(certificates[Role.GATEWAY], args))
     assert settings.scheduler == "r-scheduler.rose-system.svc:7400"
-    assert settings.port == 8080
+    assert settings.port == 7450
 
 
 def camel(option: str) -> str:
@@ -160,7 +160,7 @@ def test_the_relays_command_is_one() -> None:
     assert [each.job for each in jobs] == ["grpo", "ppo"]
     assert parsed.bytes_per_s == 1 << 30
     assert parsed.host == "r-relay.rose-system.svc"
-    assert (parsed.metrics_host, parsed.metrics_port) == ("0.0.0.0", 9400)
+    assert (parsed.metrics_host, parsed.metrics_port) == ("0.0.0.0", 7610)
 
 
 # ---- nodes ----
