@@ -19,6 +19,7 @@ from pathlib import Path
 
 from executor import PageError
 from executor.control_page.page import on_disk
+from rose.command_line.parser import Parser
 from rose.errors import ConfigError, RefusedError, RoseError
 from rose.logs.process_log import add_logging_options, complain, start_logging
 from rose.node.config import NodeConfig
@@ -33,14 +34,9 @@ EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 _logger = logging.getLogger("rose.node")
 
 
-def parser(prog: str = "rose node") -> argparse.ArgumentParser:
+def parser(prog: str = "rose node") -> Parser:
     """Return the command-line parser of `rose node`."""
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=__doc__,
-        epilog="example:\n  rose node --config node.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
     parser.add_argument(
         "--discover",
@@ -63,8 +59,8 @@ def main(argv: Sequence[str] | None = None, config: type[NodeConfig] = NodeConfi
 
     config: class that reads the node's file.
     """
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
         start_logging("node", sys.argv[1:] if argv is None else argv)
         raise_descriptor_limit()
         # A peer that keeps the loop busy must not keep the guard's thread waiting.

@@ -29,7 +29,7 @@ def walk() -> list[list[str]]:
     section = (
         README.read_text().partition("## Use it on your own machines")[2].partition("\n## ")[0]
     )
-    blocks = re.findall(r"^```\n(.*?)^```", section, re.M | re.S)
+    blocks = re.findall(r"^```bash\n(.*?)^```", section, re.M | re.S)
     lines = [line for block in blocks for line in block.splitlines()]
     return [shlex.split(line) for line in lines if not line.startswith("pip ")]
 

@@ -95,6 +95,7 @@ def scheduler(serve: Serve) -> tuple[AnsweringScheduler, str]:
         (["status", "--scheduler", "nowhere"], "HOST:PORT"),
         (["kill", "/no/such/folder"], "run folder"),
         (["scheduler", "--prot", "1"], "'--port'"),
+        (["node", "--confg", "node.json"], "'--config'"),
         (
             ["gateway", "--prot", "1"],
             "rose gateway: unknown option '--prot' (did you mean '--port'?)",

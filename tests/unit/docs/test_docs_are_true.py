@@ -287,16 +287,6 @@ def test_fields_events_and_metrics_exist() -> None:
     untrue(_known(names, lambda word: known & {word, word.removesuffix("_total")}, blocks=False))
 
 
-def test_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", sources("Makefile"), re.M))
-    untrue(_known(r"(?:^|\n)make ([a-z-]+)", targets.__contains__))
-
-
-def test_commands_of_rose_exist() -> None:
-    known = set(re.findall(r'"([a-z][a-z-]*)"', sources("rose/cli/*.py", "rose/command_line/*.py")))
-    untrue(_known(r"(?:^|\n)rose ([a-z][a-z-]*)", known.__contains__))
-
-
 def test_every_decision_is_in_the_index() -> None:
     index = (ROOT / "docs/adr/README.md").read_text(encoding="utf-8")
     records = [path.name for path in (ROOT / "docs/adr").glob("0*.md")]
