@@ -13,10 +13,13 @@ host's slack (`slackShare`) is unknown: it would come on top. A figure that a no
 is None, and adds nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from operator import attrgetter, neg, pos
 from typing import Any, Final
+
+from pydantic.alias_generators import to_snake
 
 from elastic_scheduler.capacity.policy import (
     LEASE_TTL_S,
@@ -123,49 +126,38 @@ def _shown(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _least(value: Any) -> Any:  # noqa: ANN401 - of any ordered field
-    return value
-
-
-def _most(value: Any) -> Any:  # noqa: ANN401 - of any number
-    return -value
-
-
-@dataclass(slots=True)
-class _Fold:
-    """Choice of the strictest of the policies' values, which records the deciding policy."""
-
-    policies: Sequence[CapacityPolicy]
-    decided_by: dict[str, str]
-
-    def pick(
-        self,
-        path: str,
-        of: Callable[[CapacityPolicy], Any],
-        strictness: Callable[[Any], Any],
-        default: Any = None,  # noqa: ANN401 - of the field
-    ) -> Any:  # noqa: ANN401 - of the field
-        """Return the value with the smallest `strictness`, the default if no policy sets one.
-
-        The policy of the value is recorded in `decided_by`.
-        """
-        said = [(of(policy), policy.name) for policy in self.policies]
-        bound = [(value, name) for value, name in said if value is not None]
-        if not bound:
-            return default
-        value, name = min(bound, key=lambda pair: strictness(pair[0]))
-        if value != default or path == "mode":
-            self.decided_by[path] = name
-        return value
-
-
-def _busiest(busy: MaxHostBusy) -> tuple[float, float, float]:
-    return busy.share, busy.resume, busy.over_s
-
-
-def _tightest(budget: SloBudget) -> tuple[float, int, float]:
+# Fields whose strictest value holds: the key by which the strictest is the least, and the value
+# where no policy sets one.
+_STRICTEST: Final[Mapping[str, tuple[Callable[[Any], Any], Any]]] = {
+    "mode": (_MODES.index, PolicyMode.ADVISORY),
+    "stopPolicy": (lambda stop: -_STOPS.index(stop), StopPolicy.NONE),
+    "maxHarvest.compute": (pos, None),
+    "maxHarvest.memory": (pos, None),
+    "maxHarvest.deploymentShare": (pos, None),
+    "reserve.kvHeadroom": (neg, 0.0),
+    "slackShare": (pos, None),
+    "watermarks": (lambda marks: (marks.high, marks.low), None),
+    "cooldown": (neg, 0.0),
+    "canary.percent": (pos, 100.0),
+    "staleAfter": (pos, LEASE_TTL_S),
+    "reclaimDeadline": (pos, None),
+    "maxHostBusy": (lambda busy: (busy.share, busy.resume, busy.over_s), None),
     # The higher objective allows fewer misses, and fewer misses are needed to count.
-    return -budget.objective, budget.min_bad, -budget.release_after_s
+    "sloBudget": (lambda slo: (-slo.objective, slo.min_bad, -slo.release_after_s), None),
+}
+# A policy's own value of each field.
+_VALUE_OF: Final = {
+    path: attrgetter(to_snake(path) if "." in path or path not in _STRICTEST else name)
+    for path, name in PATHS.items()
+}
+
+
+def _listed(path: str, policies: Sequence[CapacityPolicy]) -> Iterator[tuple[str, Any]]:
+    """Yield all values of a field that policies set, each with its policy's name."""
+    for policy in policies:
+        value = _VALUE_OF[path](policy)
+        for each in value if isinstance(value, tuple) else () if value is None else (value,):
+            yield policy.name, each
 
 
 def effective(
@@ -185,55 +177,24 @@ def effective(
         advice = effective([_DEFAULTS], node, labels)
         # Its deadline stays the node's own.
         return replace(advice, policies=(), decided_by={"mode": NO_POLICY}, reclaim_deadline_s=None)
-    decided = {"mode": NO_MODE}
-    fold = _Fold(matching, decided)
-    blackouts = tuple((p.name, window) for p in matching for window in p.blackout_windows)
-    allowed = tuple((p.name, window) for p in matching for window in p.allowed_windows)
-    node_caps = tuple(
-        (p.name, p.max_harvest.nodes) for p in matching if p.max_harvest.nodes is not None
-    )
-    guest_caps = tuple(
-        (p.name, p.max_harvest.guests) for p in matching if p.max_harvest.guests is not None
-    )
-    tenants = tuple((p.name, tenant) for p in matching for tenant in p.tenants)
-    for path, each in (
-        ("blackoutWindows", blackouts),
-        ("allowedWindows", allowed),
-        ("maxHarvest.nodes", node_caps),
-        ("maxHarvest.guests", guest_caps),
-        ("tenants", tenants),
-    ):
-        if each:
-            decided[path] = ", ".join(dict.fromkeys(name for name, _ in each))
-    high = fold.pick("watermarks", lambda p: p.watermarks, lambda w: (w.high, w.low))
-    lows = [p.watermarks.low for p in matching if p.watermarks is not None]
-    return EffectivePolicy(
-        policies=tuple(policy.name for policy in matching),
-        mode=fold.pick("mode", lambda p: p.mode, _MODES.index, PolicyMode.ADVISORY),
-        stop_policy=fold.pick(
-            "stopPolicy", lambda p: p.stop_policy, lambda s: -_STOPS.index(s), StopPolicy.NONE
-        ),
-        compute=fold.pick("maxHarvest.compute", lambda p: p.max_harvest.compute, _least),
-        memory_bytes=fold.pick("maxHarvest.memory", lambda p: p.max_harvest.memory, _least),
-        deployment_share=fold.pick(
-            "maxHarvest.deploymentShare", lambda p: p.max_harvest.deployment_share, _least
-        ),
-        kv_headroom=fold.pick("reserve.kvHeadroom", lambda p: p.reserve.kv_headroom, _most, 0.0),
-        slack_share=fold.pick("slackShare", lambda p: p.slack_share, _least),
-        watermarks=None if high is None else Watermarks(high=high.high, low=min(lows)),
-        cooldown_s=fold.pick("cooldown", lambda p: p.cooldown_s, _most, 0.0),
-        blackouts=blackouts,
-        allowed=allowed,
-        node_caps=node_caps,
-        guest_caps=guest_caps,
-        tenants=tenants,
-        canary_percent=fold.pick("canary.percent", lambda p: p.canary.percent, _least, 100.0),
-        stale_after_s=fold.pick("staleAfter", lambda p: p.stale_after_s, _least, LEASE_TTL_S),
-        reclaim_deadline_s=fold.pick("reclaimDeadline", lambda p: p.reclaim_deadline_s, _least),
-        max_host_busy=fold.pick("maxHostBusy", lambda p: p.max_host_busy, _busiest),
-        slo_budget=fold.pick("sloBudget", lambda p: p.slo_budget, _tightest),
-        decided_by=decided,
-    )
+    decided, found = {"mode": NO_MODE}, dict[str, Any]()
+    for path, name in PATHS.items():
+        if path not in _STRICTEST:
+            found[name] = listed = tuple(_listed(path, matching))
+            if listed:
+                decided[path] = ", ".join(dict.fromkeys(whose for whose, _ in listed))
+            continue
+        strictness, default = _STRICTEST[path]
+        said = ((_VALUE_OF[path](policy), policy.name) for policy in matching)
+        bound = [pair for pair in said if pair[0] is not None]
+        value, whose = min(bound, key=lambda pair: strictness(pair[0]), default=(default, ""))
+        found[name] = value
+        if bound and (value != default or path == "mode"):
+            decided[path] = whose
+    if found["watermarks"] is not None:
+        lows = [policy.watermarks.low for policy in matching if policy.watermarks is not None]
+        found["watermarks"] = Watermarks(high=found["watermarks"].high, low=min(lows))
+    return EffectivePolicy(tuple(policy.name for policy in matching), **found, decided_by=decided)
 
 
 def in_canary(node: str, percent: float) -> bool:
