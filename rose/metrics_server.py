@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from rose.errors import ConfigError
 from rose.process.http_port import HttpPort
 from rose.security.certificates import CertificateFiles
 
@@ -79,13 +78,8 @@ class MetricsServer:
         files = self._certificates
         tls = files.server_context(everybody=True) if files else None
         port = HttpPort(app, self._host, self._port, tls)
-        try:
-            await port.start()
-        except OSError as error:
-            raise ConfigError(
-                f"metrics port {self._port} cannot be served: {error.strerror}; give another"
-                " --metrics-port"
-            ) from error
+        do = "give another --metrics-port"
+        await port.start(f"metrics port {self._port} cannot be served: {{}}; {do}")
         self._listening = port
 
     async def close(self) -> None:

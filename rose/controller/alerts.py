@@ -213,12 +213,7 @@ class AlertReceiver:
         tls = certificates.server_context(everybody=True) if certificates else None
         host, _, port = address.rpartition(":")
         self._port = HttpPort(app, host.strip("[]"), int(port), tls, patience_s=PATIENCE_S)
-        try:
-            await self._port.start()
-        except OSError as error:
-            raise ConfigError(
-                f"--alerts-address {address} cannot be served: {error.strerror}; give another"
-            ) from error
+        await self._port.start(f"--alerts-address {address} cannot be served: {{}}; give another")
 
     async def close(self) -> None:
         """Stop the server."""
@@ -235,8 +230,7 @@ class AlertReceiver:
             raise
 
     async def _taken(self, request: web.Request, service: SchedulerService | None) -> web.Response:
-        scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not self._token.has(shown.strip()):
+        if not self._token.is_borne(request.headers.get("Authorization", "")):
             raise web.HTTPUnauthorized(
                 text="show the token of --alerts-token-file as Authorization: Bearer",
                 headers={"WWW-Authenticate": "Bearer"},

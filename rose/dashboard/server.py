@@ -13,7 +13,6 @@ It tells more than `/metrics` (names, reasons, who decided what), so certificate
 import argparse
 import asyncio
 import base64
-import binascii
 import contextlib
 import time
 from collections.abc import Callable, Mapping
@@ -160,14 +159,13 @@ class Access:
     def _bears_token(self, request: web.Request) -> bool:
         if self._token is None:
             return False
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer":
-            return self._token.has(given.strip())
+        shown = request.headers.get("Authorization", "")
+        scheme, _, given = shown.partition(" ")
         if scheme.lower() != "basic":
-            return False
+            return self._token.is_borne(shown)
         try:
             text = base64.b64decode(given.strip(), validate=True).decode()
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
             return False
         return self._token.has(text.partition(":")[2])
 
@@ -222,15 +220,10 @@ class DashboardServer:
         app.on_shutdown.append(self._end_streams)
         files = self._certificates
         tls = files.server_context(everybody=True) if files and self._access.tls else None
-        where = self._settings.host, self._settings.port
-        port = HttpPort(app, *where, tls, patience_s=PATIENCE_S, shutdown_s=STOP_S)
-        try:
-            await port.start()
-        except OSError as error:
-            raise ConfigError(
-                f"dashboard port {where[1]} cannot be served: {error.strerror}; give another"
-                " --dashboard-port"
-            ) from error
+        host, number = self._settings.host, self._settings.port
+        port = HttpPort(app, host, number, tls, patience_s=PATIENCE_S, shutdown_s=STOP_S)
+        do = "give another --dashboard-port"
+        await port.start(f"dashboard port {number} cannot be served: {{}}; {do}")
         self._listening = port
 
     async def close(self) -> None:

@@ -1,7 +1,6 @@
 """A whole gateway in one event loop: table source, dispatcher, server."""
 
 import asyncio
-import errno
 import secrets
 import socket
 import time
@@ -10,7 +9,6 @@ from typing import Self
 
 import aiohttp
 
-from rose.errors import ConfigError
 from rose.gateway.backends.http_pool import ClusterTls, Upstream
 from rose.gateway.demand import DemandMeter, DemandReporter
 from rose.gateway.http_requests import Authenticator
@@ -86,7 +84,8 @@ class Gateway:
             around=self._server.answer,
         )
         try:
-            await self._listen()
+            await self._listening.start()
+            self.port = self._listening.port
         except BaseException:
             await self._close_io()
             raise
@@ -241,18 +240,6 @@ class Gateway:
 
     def _set_announced(self, announced: Mapping[str, JobVersions]) -> None:
         self._dispatcher.default_versions.announced = announced
-
-    async def _listen(self) -> None:
-        settings = self._settings
-        try:
-            await self._listening.start()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(
-                    f"port {settings.port} of {settings.host} is in use; give another --port"
-                ) from error
-            raise ConfigError(f"cannot listen on {settings.host}: {error.strerror}") from error
-        self.port = self._listening.port
 
     async def _close_io(self) -> None:
         await self._listening.close()

@@ -1,7 +1,6 @@
 """Command line of the front: `rose front --port N --weights-root DIR …`."""
 
 import asyncio
-import errno
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -10,7 +9,6 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from rose.addresses import host_port
-from rose.errors import ConfigError
 from rose.gateway.http_requests import Authenticator
 from rose.integrations.front.checkpoint_folder import WeightRoots
 from rose.integrations.front.forwarding import Forwarding
@@ -90,22 +88,11 @@ async def listening(
             around=server.answer,
         )
         try:
-            await _listen(settings, port)
+            await port.start()
             yield port.port
         finally:
             await updates.close()
             await port.close()
-
-
-async def _listen(settings: FrontSettings, port: HttpPort) -> None:
-    try:
-        await port.start()
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {settings.port} of {settings.host} is in use; give another --port"
-            ) from error
-        raise ConfigError(f"cannot listen on {settings.host}: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from rose.addresses import bound, is_loopback
+from rose.errors import ConfigError
 
 IDLE_S = 300.0
 HEAD_S: Final = 10.0
@@ -607,10 +608,10 @@ class HttpPort:
         assert server is not None
         return server
 
-    async def start(self) -> None:
+    async def start(self, refusal: str = "") -> None:
         """Bind the port and serve; set `port` to the bound number.
 
-        Raises OSError if it cannot be bound.
+        Raises ConfigError if it cannot be bound. refusal: its text, with {} for the system's words.
         """
         raise_descriptor_limit()
         await self._runner.setup()
@@ -623,9 +624,14 @@ class HttpPort:
         listener = Listener(make, book, self._tls)
         try:
             await bound(lambda: listener.bind(self._host, self.port), self._patience_s)
-        except BaseException:
+        except BaseException as error:
             await self._runner.cleanup()
-            raise
+            if not isinstance(error, OSError):
+                raise
+            if not refusal and error.errno == errno.EADDRINUSE:
+                refusal = f"port {self.port} of {self._host} is in use; give another --port"
+            refusal = refusal or f"cannot listen on {self._host}: {{}}"
+            raise ConfigError(refusal.replace("{}", str(error.strerror))) from error
         self._listener = listener
         self.port = listener.sockets[0].getsockname()[1]
 

@@ -176,6 +176,11 @@ class SecretFile:
         except ConfigError:
             return False
 
+    def is_borne(self, authorization: str) -> bool:
+        """Return True if a header `Authorization` bears the secret."""
+        scheme, _, shown = authorization.partition(" ")
+        return scheme.lower() == "bearer" and self.has(shown.strip())
+
     def _read(self) -> bytes:
         unread = f"{self._option} {{}} cannot be read"
         secret = read_bounded(self._path, MAX_FILE_BYTES, unread).strip()

@@ -66,13 +66,8 @@ class VersionServer(VersionRoutes):
             patience_s=PATIENCE_S,
             shutdown_s=SHUTDOWN_S,
         )
-        try:
-            await port.start()
-        except OSError as error:
-            raise ConfigError(
-                f"{host_port(self._host, self._port)} (weights) cannot be served: {error.strerror};"
-                " choose another"
-            ) from error
+        at = host_port(self._host, self._port)
+        await port.start(f"{at} (weights) cannot be served: {{}}; choose another")
         self._listening = port
 
     async def close(self) -> None:
