@@ -12,10 +12,10 @@ import urllib.parse
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rose.azure_trace import stream_trace
 from rose.direct_http import open_directly
@@ -116,34 +116,38 @@ class PrometheusHistory:
         """
         span_s = days * 86_400
         step_s = max(LEAST_STEP_S, math.ceil(span_s / MOST_POINTS))
-        by = ",".join(self._by)
-        window = f"{step_s:g}s"
 
-        def ranged(names: Iterable[str], expression: str) -> dict[Labels, dict[float, float]]:
+        def ranged(query: str) -> dict[Labels, dict[float, float]]:
+            return self.range(query, now_s - span_s, now_s, step_s)
+
+        def latest(query: str) -> dict[Labels, dict[float, float]]:
+            return self._ask("query", query=query, time=f"{now_s:.3f}")
+
+        def series(
+            names: Iterable[str], query: str, ask: Callable[..., Any] = ranged, w_s: float = step_s
+        ) -> dict[Labels, dict[float, float]]:
             found: dict[Labels, dict[float, float]] = {}
             for name in names:
-                query = expression.format(name=name, by=by, w=window)
-                for labels, values in self.range(query, now_s - span_s, now_s, step_s).items():
-                    found.setdefault(labels, values)
+                asked = query.format(name=name, by=",".join(self._by), w=f"{w_s:g}s")
+                for labels, values in ask(asked).items():
+                    if values:
+                        found.setdefault(labels, values)
             return found
 
-        engines = ranged(RUNNING, "count by ({by}) (count_over_time({name}[{w}]))")
+        engines = series(RUNNING, "count by ({by}) (count_over_time({name}[{w}]))")
         if not engines:
             raise ConfigError(
                 f"{self._url} has no series of vLLM ({RUNNING[0]}) or SGLang ({RUNNING[1]}) in the"
                 f" last {days:g} days; name the Prometheus that scrapes your engines, or give"
                 " --metrics http://HOST:PORT/metrics of them"
             )
-        idle = ranged(RUNNING, "avg by ({by}) (avg_over_time(({name} == bool 0)[{w}:10s]))")
-        rates = {
-            key: ranged(names, "sum by ({by}) (rate({name}[{w}]))")
-            for key, names in COUNTERS.items()
-        }
+        idle = series(RUNNING, "avg by ({by}) (avg_over_time(({name} == bool 0)[{w}:10s]))")
+        rates = [series(names, "sum by ({by}) (rate({name}[{w}]))") for names in COUNTERS.values()]
         quantile = "histogram_quantile(0.99, sum by (le,{by}) (increase({name}_bucket[{w}])))"
-        p99 = {
-            key: self._latest(names, quantile.format(name="{name}", by=by, w=f"{span_s:g}s"), now_s)
-            for key, names in (("ttft", TTFT), ("tpot", TPOT))
-        }
+        ttft, tpot = (
+            {labels: max(points.values()) for labels, points in found.items()}
+            for found in (series(names, quantile, latest, span_s) for names in (TTFT, TPOT))
+        )
         return [
             DeploymentUsage(
                 " ".join(value for _, value in labels if value) or "all engines",
@@ -155,25 +159,16 @@ class PrometheusHistory:
                         at_s,
                         count,
                         idle[labels][at_s],
-                        *(rates[key].get(labels, {}).get(at_s, 0.0) for key in COUNTERS),
+                        *(rate.get(labels, {}).get(at_s, 0.0) for rate in rates),
                     )
                     for at_s, count in sorted(points.items())
                     if at_s in idle.get(labels, {})
                 ),
-                p99["ttft"].get(labels),
-                p99["tpot"].get(labels),
+                ttft.get(labels),
+                tpot.get(labels),
             )
             for labels, points in sorted(engines.items())
         ]
-
-    def _latest(self, names: Iterable[str], query: str, now_s: float) -> dict[Labels, float]:
-        found: dict[Labels, float] = {}
-        for name in names:
-            named = query.replace("{name}", name)
-            for labels, values in self._ask("query", query=named, time=f"{now_s:.3f}").items():
-                for value in values.values():
-                    found.setdefault(labels, value)
-        return found
 
     def range(
         self, query: str, start_s: float, end_s: float, step_s: float
@@ -217,13 +212,12 @@ class PrometheusHistory:
             ) from error
 
 
-@dataclass(slots=True)
-class _EngineSums:
-    """Sums over the engines of one deployment since reading began."""
+class _Reading(NamedTuple):
+    """Reading of an engine's metrics: its model, requests that run, and counts as `COUNTERS`."""
 
-    running: list[float] = field(default_factory=list)
-    first: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
+    model: str
+    running: float
+    counts: list[float]
 
 
 def watched_usages(
@@ -238,30 +232,29 @@ def watched_usages(
     `read` returns the text at an address. Raises what it raises, and ConfigError for a text without
     metrics of an engine.
     """
-    engines = {url: _EngineSums() for url in urls}
-    models: dict[str, str] = {}
     start_s, looks = time.time(), max(2, math.ceil(for_s / every_s) + 1)
+    readings: dict[str, list[_Reading]] = {url: [] for url in urls}
     for look in range(looks):
         if look:
             sleep(every_s)
-        for url, counted in engines.items():
-            models[url] = _look(url, read(url), counted, first=look == 0)
+        for url, known in readings.items():
+            known.append(_reading(url, read(url)))
     span_s = (looks - 1) * every_s
+    together: dict[str, list[list[_Reading]]] = defaultdict(list)
+    for known in readings.values():
+        together[known[-1].model].append(known)
     found = []
-    together: dict[str, list[_EngineSums]] = defaultdict(list)
-    for url, model in models.items():
-        together[model].append(engines[url])
-    for model, each in sorted(together.items()):
-        rates = {
-            key: sum(max(0.0, one.last[key] - one.first[key]) for one in each) / span_s
-            for key in COUNTERS
-        }
+    for model, engines in sorted(together.items()):
+        rates = [
+            sum(max(0.0, each[-1].counts[n] - each[0].counts[n]) for each in engines) / span_s
+            for n in range(len(COUNTERS))
+        ]
         moments = tuple(
             UsageStep(
                 start_s + look * every_s,
-                len(each),
-                sum(one.running[look] == 0 for one in each) / len(each),
-                *rates.values(),
+                len(engines),
+                sum(each[look].running == 0 for each in engines) / len(engines),
+                *rates,
             )
             for look in range(looks)
         )
@@ -269,8 +262,7 @@ def watched_usages(
     return found
 
 
-def _look(url: str, text: str, counted: _EngineSums, *, first: bool) -> str:
-    """Add one reading of an engine; return the model that it names."""
+def _reading(url: str, text: str) -> _Reading:
     from prometheus_client.parser import text_string_to_metric_families
 
     sums: dict[str, float] = defaultdict(float)
@@ -286,12 +278,8 @@ def _look(url: str, text: str, counted: _EngineSums, *, first: bool) -> str:
     running = [sums[name] for name in RUNNING if name in sums]
     if not running:
         raise ConfigError(f"{url} has no metrics of vLLM or SGLang; give an engine's /metrics")
-    counted.running.append(sum(running))
-    for key, names in COUNTERS.items():
-        counted.last[key] = sum(sums.get(name, 0.0) for name in names)
-        if first:
-            counted.first[key] = counted.last[key]
-    return model
+    counts = [sum(sums.get(name, 0.0) for name in names) for names in COUNTERS.values()]
+    return _Reading(model, sum(running), counts)
 
 
 def trace_usage(path: Path, engines: float) -> DeploymentUsage:

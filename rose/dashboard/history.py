@@ -95,10 +95,6 @@ class RequestCounts:
         """Share of requests that missed a target; None without requests."""
         return self.bad / (self.good + self.bad) if self.good + self.bad else None
 
-    def plus(self, good: int, bad: int) -> "RequestCounts":
-        """Return these counts with more requests added."""
-        return RequestCounts(self.good + good, self.bad + bad)
-
 
 class RequestLedger:
     """Counts of one deployment's requests by minute, apart for hosts with and without a leased
@@ -149,19 +145,17 @@ class RequestLedger:
         """Return the counts of the last `minutes` until `minute`: with a leased guest, and
         without.
         """
-        lent, alone = RequestCounts(), RequestCounts()
-        for at, *counts in self._minutes:
-            if at > minute - minutes:
-                lent, alone = lent.plus(counts[0], counts[1]), alone.plus(counts[2], counts[3])
-        return lent, alone
+        counts = (counts for at, *counts in self._minutes if at > minute - minutes)
+        good, bad, alone_good, alone_bad = map(sum, zip((0,) * 4, *counts, strict=True))
+        return RequestCounts(good, bad), RequestCounts(alone_good, alone_bad)
 
     def burn(self, minute: int, minutes: int) -> float | None:
         """Return the SLO burn rate over the last `minutes` until `minute`; None without
         requests.
         """
         lent, alone = self.spent(minute, minutes)
-        both = lent.plus(alone.good, alone.bad)
-        return burnt(both.good, both.bad, self.objective) if both.good + both.bad else None
+        good, bad = lent.good + alone.good, lent.bad + alone.bad
+        return burnt(good, bad, self.objective) if good + bad else None
 
 
 class History:
