@@ -218,27 +218,22 @@ def docs_table() -> str:
 def _rows(
     model: type[BaseModel] = CapacityPolicy, path: str = "", note: str = ""
 ) -> Iterator[tuple[str, str, str]]:
-    for name, field in _fields(model):
-        here = f"{path}.{name}".removeprefix(".")
+    for name, field in model.model_fields.items():
+        here = f"{path}.{field.alias or name}".removeprefix(".")
         nested = next((each for each in (here, f"{here}[]") if each in PARTS), None)
         meaning = field.description or ""
         if nested is None:
-            yield here, _default(model, name, field), meaning + note
+            yield here, _default(name, field), meaning + note
         elif (first := next(p for p in PARTS if PARTS[p] is PARTS[nested])) != nested:
-            yield nested, _default(model, name, field), f"{meaning}, as `{first}`"
+            yield nested, _default(name, field), f"{meaning}, as `{first}`"
         else:
             absent = " (only where the object is there)" if field.default is None else ""
             yield from _rows(PARTS[nested], nested, absent)
 
 
-def _fields(model: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
-    return [(field.alias or name, field) for name, field in model.model_fields.items()]
-
-
-def _default(model: type[BaseModel], alias: str, field: FieldInfo) -> str:
+def _default(name: str, field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    name = next(n for n, f in model.model_fields.items() if (f.alias or n) == alias)
     value = field.default
     if value is None or value in ((), {}):
         return "–"

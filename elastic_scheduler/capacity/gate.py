@@ -407,7 +407,9 @@ class CapacityGate:
         release: list[Lease] = []
         for lease in held.values():
             if lease.state is LeaseState.ACTIVE and lease.replica in offered:
-                (renew if self._keeps(offered[lease.replica]) else release).append(lease)
+                offer = offered[lease.replica]
+                keeps = self._allows(offer, HarvestMode.ACTIVE, HarvestMode.HOLD)
+                (renew if keeps else release).append(lease)
         return HarvestPlan(
             lease=tuple(
                 offer
@@ -463,9 +465,6 @@ class CapacityGate:
     def _allows(self, offer: Offer, *modes: HarvestMode) -> bool:
         dedicated = offer.kind is ReplicaKind.DEDICATED
         return dedicated or self.mode_of(offer.replica, offer.node) in modes
-
-    def _keeps(self, offer: Offer) -> bool:
-        return self._allows(offer, HarvestMode.ACTIVE, HarvestMode.HOLD)
 
     def _matches(self, policy: CapacityPolicy, node: str) -> bool:
         return policy.node_selector.matches(node, self._labels.get(node, {}))

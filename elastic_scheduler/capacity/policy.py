@@ -191,11 +191,6 @@ def _zone(name: str) -> ZoneInfo:
         ) from None
 
 
-def _known_zone(name: str) -> str:
-    _zone(name)
-    return name
-
-
 def _zoned(moment: datetime) -> datetime:
     if moment.tzinfo is None:
         raise ValueError("a moment without a zone; write one as 2026-12-27T08:00:00Z or …+01:00")
@@ -228,7 +223,7 @@ class DailyWindow(BaseModel):
     end: Clock = Field(
         alias="to", description="time of day at which it ends; earlier than `from`: the next day"
     )
-    time_zone: Annotated[str, AfterValidator(_known_zone)] = Field(
+    time_zone: Annotated[str, AfterValidator(lambda name: _zone(name).key)] = Field(
         description="IANA name, as Europe/Berlin or UTC"
     )
 

@@ -28,6 +28,7 @@ replicas than jobs they take turns, by the service that each had so far.
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from elastic_scheduler.leases.lease_table import Offer, ReplicaKind, SwitchKind
 from elastic_scheduler.policies.types import Holding, JobDemand, LeaseDecision, Move, Situation
@@ -294,7 +295,7 @@ class FairShares:
                 (-use.get(each.job, 0.0), cost_s(each.offer, job) if cost_s else 0.0)
                 for each in others
             ]
-            for (_, switch_s), each in sorted(zip(by_use, others, strict=True), key=_first):
+            for (_, switch_s), each in sorted(zip(by_use, others, strict=True), key=itemgetter(0)):
                 if now_s < each.since_s + SWITCHES_HELD * switch_s:
                     continue
                 size = _dominant(_total((each.offer,)), total)
@@ -313,10 +314,6 @@ class FairShares:
         meant = {n: (j, at_s) for n, (j, at_s) in self._meant.items() if now_s < at_s + MEANT_S}
         self._meant = {**meant, each.offer.replica: (job, now_s)}
         return each.offer.replica
-
-
-def _first(pair: tuple[tuple[float, float], Holding]) -> tuple[float, float]:
-    return pair[0]
 
 
 def is_poor(job: JobDemand, held: Sequence[Holding]) -> bool:
@@ -619,9 +616,9 @@ SWITCHES = tuple(SwitchKind)
 
 def _ranked(offers: Iterable[Offer], job: JobDemand) -> list[Offer]:
     """Return the replicas for the job, the best first: dedicated, cheapest switch, then fastest."""
-    return sorted(offers, key=lambda offer: _best_first(offer, job))
 
+    def urgency(offer: Offer) -> tuple[bool, int, float, str]:
+        switch = SWITCHES.index(offer.switch_to(job.job, job.model))
+        return offer.kind is not ReplicaKind.DEDICATED, switch, -offer.decode_tok_s, offer.replica
 
-def _best_first(offer: Offer, job: JobDemand) -> tuple[bool, int, float, str]:
-    switch = SWITCHES.index(offer.switch_to(job.job, job.model))
-    return offer.kind is not ReplicaKind.DEDICATED, switch, -offer.decode_tok_s, offer.replica
+    return sorted(offers, key=urgency)

@@ -107,8 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         return _complain(_what_to_install(error.name), ExitCode.BAD_INPUT)
     except Exception as error:  # noqa: BLE001 -- the last resort: no traceback reaches a user
+        line = (str(error).splitlines() or ["no message"])[0]
         return _complain(
-            f"unexpected {type(error).__name__}: {_first_line(error)}; the traceback is in"
+            f"unexpected {type(error).__name__}: {line}; the traceback is in"
             f" {_keep_traceback(error)}, please report it",
             ExitCode.FOUND,
         )
@@ -139,10 +140,6 @@ def _complain(what: str, code: int) -> int:
 
     complain("rose", what)
     return code
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or ["no message"])[0]
 
 
 def _keep_traceback(error: Exception) -> Path:

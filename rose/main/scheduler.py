@@ -337,7 +337,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             cluster = settings.certificates.identity.cluster if settings.certificates else ""
             watch = Watch(
                 lambda: handlers.service_now,
-                lambda: _standing(leadership, me),
+                lambda: LeaderInfo(leadership.address, me),
                 cluster,
                 prometheus=settings.dashboard.prometheus,
             )
@@ -460,10 +460,6 @@ async def _lead(
         handlers.stand_by()
         service.close()
         await background.close()
-
-
-def _standing(leadership: Leadership, me: str) -> LeaderInfo:
-    return LeaderInfo(leadership.address, me)
 
 
 async def _mark(api: KubeApi, pod: str, handlers: LeaderHandlers, events: EventLog) -> None:

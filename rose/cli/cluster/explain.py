@@ -94,7 +94,8 @@ def _ask(
         raise ConfigError(f"--gateway {gateway} is no URL; write http://HOST:PORT")
     query = f"?{urllib.parse.urlencode({'job': job})}" if job else ""
     url = f"{base}{EXPLAIN}{urllib.parse.quote(subject, safe='')}{query}"
-    asked = urllib.request.Request(url, headers=_bearing(token))  # noqa: S310 - checked
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    asked = urllib.request.Request(url, headers=headers)  # noqa: S310 - checked
     context = certificates.client_context() if certificates else None
     try:
         with open_directly(asked, EXPLAIN_TIMEOUT_S, context) as reply:
@@ -115,7 +116,3 @@ def _ask(
         raise UnavailableError(
             f"no gateway answers at {base} ({error}); start one, or give --gateway"
         ) from error
-
-
-def _bearing(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"} if token else {}

@@ -110,7 +110,8 @@ def _get(args: argparse.Namespace) -> int:
     said = [json.loads(view.policy) for view in views]
     data = said[0] if args.name else said
     lines = () if views else ("no policy is in force: nothing is lent",)
-    table = _fields_table(said[0]) if args.name else _policies_table(said, views)
+    fields = Table(("FIELD", "VALUE"), tuple(_paths(said[0]).items())) if args.name else None
+    table = fields or _policies_table(said, views)
     write(View(data, lines, (table,)), Format(args.output))
     if any(each.get("nodeSelector") for each in said):
         # The import takes long, and is not needed for policies for all nodes.
@@ -145,10 +146,6 @@ def _selected(selector: dict[str, Any]) -> str:
         " ".join((r["key"], r["operator"], "|".join(r.get("values", [])))).strip() for r in rules
     ]
     return ",".join([*labels, *selector.get("names", [])]) or "all"
-
-
-def _fields_table(policy: dict[str, Any]) -> Table:
-    return Table(("FIELD", "VALUE"), tuple(_paths(policy).items()))
 
 
 # ---- apply, diff, set, delete ----

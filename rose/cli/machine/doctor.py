@@ -56,7 +56,7 @@ from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
 from rose.node.guest.guest_record import running_guests
 from rose.node.guest.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
 from rose.node.host import HostProcess
-from rose.nvml import Card, Client, Usage, version_text
+from rose.nvml import Card, Client, version_text
 from rose.operate.client import PolicyClient, SchedulerClient
 from rose.process import launcher
 from rose.process.filelock import holder_of
@@ -516,11 +516,7 @@ def _disk(config: NodeConfig) -> Diagnosis:
     if free < needed:
         what = f"{free / 2**30:.1f} GiB are free, {needed / 2**30:.1f} GiB may be needed"
         return wrong(what, "make room or lower `receiver.disk_bytes`")
-    return ok(f"{free / 2**30:.0f} GiB free, {_megabytes(weights, kept)}")
-
-
-def _megabytes(weights: Path, kept: int) -> str:
-    return f"{kept / 2**20:.0f} MiB of weights in {weights}"
+    return ok(f"{free / 2**30:.0f} GiB free, {kept / 2**20:.0f} MiB of weights in {weights}")
 
 
 GIB = 1 << 30
@@ -577,7 +573,7 @@ def _load(config: NodeConfig, gpus: Gpus, card: Card) -> Diagnosis:
     clocks are reduced, as far as the driver tells.
     """
     usage, clients = gpus.reader.usage(card), gpus.reader.clients(card)
-    what = _free(card, usage)
+    what = f"{usage.free_bytes / GIB:.1f} of {card.memory_bytes / GIB:.1f} GiB free"
     if not clients and usage.used_bytes > DRIVERS_OWN_BYTES:
         do = "run the node in the machine's process namespace, or the ladder goes by pages alone"
         return note(f"{what}, and none of its processes is seen from here", do)
@@ -589,10 +585,6 @@ def _load(config: NodeConfig, gpus: Gpus, card: Card) -> Diagnosis:
     if usage.slowed:
         return note(f"{what}, slowed by {', '.join(usage.slowed)}", "look at power, heat")
     return ok(what)
-
-
-def _free(card: Card, usage: Usage) -> str:
-    return f"{usage.free_bytes / GIB:.1f} of {card.memory_bytes / GIB:.1f} GiB free"
 
 
 def _others(config: NodeConfig, clients: tuple[Client, ...]) -> list[int]:
