@@ -320,7 +320,7 @@ def _document(view: View, form: Format) -> str:
 
 # ---- figures, each written the same everywhere ----
 
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def bytes_of(amount: float | None) -> str:

@@ -76,27 +76,15 @@ class DashboardSettings:
 
 def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
     """Add the dashboard's options to a parser; `taken_dashboard` reads them."""
-    group = parser.add_argument_group("dashboard", "pages for a browser; they change nothing")
-    group.add_argument(
-        "--dashboard-port",
-        type=int,
-        metavar="N",
-        help=f"serve them there (default: nowhere; {DefaultPort.DASHBOARD} is as good as any)",
-    )
-    group.add_argument(
-        "--dashboard-host",
-        default="127.0.0.1",
-        metavar="HOST",
-        help="address of the pages (default: loopback; others over TLS to operators, or with"
-        " --insecure)",
-    )
-    group.add_argument(
-        "--dashboard-token-file",
-        type=Path,
-        metavar="FILE",
-        help="readers show the secret in this file, as the password of any user",
-    )
-    group.add_argument(
+    what = "pages for a browser; they change nothing"
+    add = parser.add_argument_group("dashboard", what).add_argument
+    what = f"serve them there (default: nowhere; {DefaultPort.DASHBOARD} is as good as any)"
+    add("--dashboard-port", type=int, metavar="N", help=what)
+    what = "address of the pages (default: loopback; others over TLS to operators, or with"
+    add("--dashboard-host", default="127.0.0.1", metavar="HOST", help=f"{what} --insecure)")
+    what = "readers show the secret in this file, as the password of any user"
+    add("--dashboard-token-file", type=Path, metavar="FILE", help=what)
+    add(
         "--prometheus",
         default="",
         metavar="URL",

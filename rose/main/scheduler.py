@@ -328,13 +328,15 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         handlers = LeaderHandlers(lambda: leadership.address)
         raise_descriptor_limit()
         # Leave the rest of the descriptors for HTTP ports, store and logs.
-        server = make_server(_access(settings, handlers), connections_allowed() * 3 // 4)
+        files = settings.certificates
+        cluster = files.identity.cluster if files else ""
+        access = AccessInterceptor(cluster, handlers.refused) if files else None
+        server = make_server(access, connections_allowed() * 3 // 4)
         port = _bind(server, settings)
         me = settings.reached_at(port)
         told: AuditSink = audit.write
         watch: Watch | None = None
         if settings.dashboard is not None:
-            cluster = settings.certificates.identity.cluster if settings.certificates else ""
             watch = Watch(
                 lambda: handlers.service_now,
                 lambda: LeaderInfo(leadership.address, me),
@@ -350,28 +352,24 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         server.add_generic_rpc_handlers((handlers,))
         metrics.watch(leadership, lambda: handlers.service_now)
         if settings.metrics_port is not None:
-            files = settings.certificates
             page = MetricsServer(metrics, settings.metrics_host, settings.metrics_port, files)
             await page.start()
             stack.push_async_callback(page.close)
         if settings.dashboard is not None and watch is not None:
-            pages = DashboardServer(watch, settings.dashboard, settings.certificates)
+            pages = DashboardServer(watch, settings.dashboard, files)
             await pages.start()
             stack.callback(watch.close)
             stack.push_async_callback(pages.close)
-            looks = Background(events.write)
-            looks.start("dashboard", watch.run, restarts=None)
-            stack.push_async_callback(looks.close)
-
+        beside = Background(events.write)
+        stack.push_async_callback(beside.close)
+        if watch is not None:
+            beside.start("dashboard", watch.run, restarts=None)
         if api is not None and settings.pod:
-            marks = Background(events.write)
-            marks.start("mark", partial(_mark, api, settings.pod, handlers, events), restarts=None)
-            stack.push_async_callback(marks.close)
-
+            beside.start("mark", partial(_mark, api, settings.pod, handlers, events), restarts=None)
         if settings.alerts is not None and settings.alerts_token_file is not None:
             rules, token = settings.alerts, settings.alerts_token_file
             alerts = AlertReceiver(rules, token, lambda: handlers.service_now, events.write)
-            await alerts.start(settings.alerts_address, settings.certificates)
+            await alerts.start(settings.alerts_address, files)
             stack.push_async_callback(alerts.close)
 
         def known() -> bool:
@@ -514,12 +512,6 @@ async def _until(known: Callable[[], bool], most_s: float) -> None:
     until_s = time.monotonic() + most_s
     while not known() and time.monotonic() < until_s:  # noqa: ASYNC110 - a few looks, once
         await asyncio.sleep(KNOWN_LOOK_S)
-
-
-def _access(settings: SchedulerSettings, handlers: LeaderHandlers) -> AccessInterceptor | None:
-    if settings.certificates is None:
-        return None
-    return AccessInterceptor(settings.certificates.identity.cluster, handlers.refused)
 
 
 def _bind(server: grpc.aio.Server, settings: SchedulerSettings) -> int:

@@ -7,7 +7,6 @@ the store, where the next one reads it.
 
 import argparse
 import asyncio
-import difflib
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Final
 from rose.cli.exit_codes import ExitCode
 from rose.cli.options import add_dry_run, add_scheduler_options, client_of
 from rose.command_line.output import Format, View, add_output_options, note, say, write
-from rose.command_line.parser import Parser
+from rose.command_line.parser import Parser, nearest
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.operate.client import PolicyClient
 from rose.operate.fleet import WIRE_MODES, Fleet, Mode, ReplicaRow, fleet_of
@@ -121,8 +120,7 @@ def _look_for(client: PolicyClient, replica: str) -> None:
     except UnavailableError:
         return
     if replica not in names:
-        near = difflib.get_close_matches(replica, names, n=1)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        hint = nearest(replica, names)
         note(f"no replica {replica!r} is there now{hint}: it counts from when it is")
 
 
