@@ -166,52 +166,29 @@ def parser(prog: str = "rose demo") -> Parser:
 def _add_experiment(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--accept", action="store_true", help="the acceptance run: every claim, measured")
-    add(
-        "--steps",
-        type=int,
-        default=DEFAULT_STEPS,
-        metavar="N",
-        help=f"least training steps of --accept and --compare (default {DEFAULT_STEPS})",
-    )
+    what = f"least training steps of --accept and --compare (default {DEFAULT_STEPS})"
+    add("--steps", type=int, default=DEFAULT_STEPS, metavar="N", help=what)
     add("--seed", type=int, default=0, metavar="N", help="seed of everything (default 0)")
     add("--trace", type=Path, metavar="FILE", help="load the host from this Azure trace (CSV)")
-    add(
-        "--jobs",
-        type=int,
-        default=1,
-        metavar="N",
-        help=f"training runs of equal weight that share what is borrowed (1 or {MAX_JOBS})",
-    )
+    what = f"training runs of equal weight that share what is borrowed (1 or {MAX_JOBS})"
+    add("--jobs", type=int, default=1, metavar="N", help=what)
     add("--long-turns", action="store_true", help="every turn has 32 tokens or more")
     add("--control", choices=CONTROLS, help="accept with one thing broken: a claim must fail")
-    add(
-        "--compare",
-        action="store_true",
-        help="train with and without the guest on paired seeds, compare where they end",
-    )
+    what = "train with and without the guest on paired seeds, compare where they end"
+    add("--compare", action="store_true", help=what)
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     default_base = DemoSettings.__dataclass_fields__["port_base"].default
     add("--out", type=Path, default=DEFAULT_OUT, metavar="DIR", help=f"default {DEFAULT_OUT}")
-    add(
-        "--port-base",
-        type=int,
-        default=default_base,
-        metavar="N",
-        help=f"first of the loopback ports used (default {default_base})",
-    )
+    what = f"first of the loopback ports used (default {default_base})"
+    add("--port-base", type=int, default=default_base, metavar="N", help=what)
     add("--host-model", type=Path, metavar="DIR", help="serve this model instead of a tiny one")
     add("--host", choices=ENGINES, default="vllm", help="the host's engine (default vllm)")
     add("--guest", choices=ENGINES, default="vllm", help="the replicas' engine (default vllm)")
-    add(
-        "--sglang-python",
-        type=Path,
-        default=SGLANG_PYTHON,
-        metavar="FILE",
-        help=f"interpreter that has SGLang (default {SGLANG_PYTHON})",
-    )
+    what = f"interpreter that has SGLang (default {SGLANG_PYTHON})"
+    add("--sglang-python", type=Path, default=SGLANG_PYTHON, metavar="FILE", help=what)
 
 
 def settings_of(args: argparse.Namespace) -> DemoSettings:

@@ -39,13 +39,8 @@ def parser(prog: str) -> Parser:
     add("--token-file", type=Path, metavar="FILE", help="bearer token for Prometheus")
     add("--for-s", type=float, default=FOR_S, metavar="S", help=f"of --metrics, default {FOR_S:g}")
     add("--gpus", type=int, metavar="N", help="that serve the --trace")
-    add(
-        "--model",
-        action="append",
-        default=[],
-        metavar="[NAME=]TABLE",
-        help="published table of a model: 8b, 32b or 70b; default: the nearest to its name",
-    )
+    what = "published table of a model: 8b, 32b or 70b; default: the nearest to its name"
+    add("--model", action="append", default=[], metavar="[NAME=]TABLE", help=what)
     add("--cards", type=int, default=1, metavar="N", help="GPUs of one engine, default 1")
     add("--card", default="h200", help="h200 or h100; default h200")
     add("--guest", default="8b", metavar="MODEL", help="of the rollouts; default 8b")

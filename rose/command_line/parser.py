@@ -68,11 +68,8 @@ def add_insecure(parser: argparse.ArgumentParser) -> None:
     """Add `--insecure` to a parser: it allows a port without authentication on an address of the
     network.
     """
-    parser.add_argument(
-        "--insecure",
-        action="store_true",
-        help="serve an address of the network, though nobody is asked who he is",
-    )
+    what = "serve an address of the network, though nobody is asked who he is"
+    parser.add_argument("--insecure", action="store_true", help=what)
 
 
 def add_metrics_options(parser: argparse.ArgumentParser, host: str = "address of") -> None:
@@ -98,13 +95,8 @@ def add_log_limits(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"of each log file, 0 for no limit (default {BOUNDED.file_bytes})",
     )
-    parser.add_argument(
-        "--log-files",
-        type=int,
-        default=BOUNDED.files,
-        metavar="N",
-        help=f"files kept of each log (default {BOUNDED.files})",
-    )
+    what = f"files kept of each log (default {BOUNDED.files})"
+    parser.add_argument("--log-files", type=int, default=BOUNDED.files, metavar="N", help=what)
 
 
 def taken_log_limits(options: dict[str, Any]) -> LogLimits:

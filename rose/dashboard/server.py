@@ -84,13 +84,11 @@ def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
     add("--dashboard-host", default="127.0.0.1", metavar="HOST", help=f"{what} --insecure)")
     what = "readers show the secret in this file, as the password of any user"
     add("--dashboard-token-file", type=Path, metavar="FILE", help=what)
-    add(
-        "--prometheus",
-        default="",
-        metavar="URL",
-        help="that scrapes the fleet: pages show more than ten minutes, and what lending would"
-        " bring by the engines' own metrics",
+    what = (
+        "that scrapes the fleet: pages show more than ten minutes, and what lending would"
+        " bring by the engines' own metrics"
     )
+    add("--prometheus", default="", metavar="URL", help=what)
 
 
 def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:

@@ -184,12 +184,8 @@ def gateway_parser(prog: str = "rose gateway") -> Parser:
     parser.add_argument("--host", default="127.0.0.1")
     add_insecure(parser)
     add_certificate_options(parser)
-    parser.add_argument(
-        "--token-keys",
-        type=Path,
-        metavar="FILE",
-        help="public keys of `rose token key`: callers bear tokens, or show certificates",
-    )
+    what = "public keys of `rose token key`: callers bear tokens, or show certificates"
+    parser.add_argument("--token-keys", type=Path, metavar="FILE", help=what)
     parser.add_argument("--token-audience", default=AUDIENCE, metavar="NAME", help="rose")
     parser.add_argument(
         "--scheduler", metavar="HOST:PORT", help="watch its replica table; several with commas"
@@ -205,13 +201,8 @@ def gateway_parser(prog: str = "rose gateway") -> Parser:
     parser.add_argument("--log-dir", type=Path)
     add_log_limits(parser)
     add_logging_options(parser)
-    parser.add_argument(
-        "--model-name",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=f"that callers may send as model, {DEFAULT_MODEL}; repeat it for more, * takes any",
-    )
+    what = f"that callers may send as model, {DEFAULT_MODEL}; repeat it for more, * takes any"
+    parser.add_argument("--model-name", action="append", default=[], metavar="NAME", help=what)
     parser.add_argument(
         "--max-staleness",
         action="append",
@@ -221,11 +212,8 @@ def gateway_parser(prog: str = "rose gateway") -> Parser:
         " the job was registered with (N: registered)",
     )
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="for text in and out")
-    parser.add_argument(
-        "--tool-call-parser",
-        metavar="NAME | MODULE:CLASS",
-        help="finds tool calls in chats: one of vLLM's, which has to be installed, or your own",
-    )
+    what = "finds tool calls in chats: one of vLLM's, which has to be installed, or your own"
+    parser.add_argument("--tool-call-parser", metavar="NAME | MODULE:CLASS", help=what)
     parser.add_argument("--max-model-len", type=int, help="tokens; else what replicas say")
     for name in TIMES:
         parser.add_argument(f"--{name}", type=float, default=_default(name))

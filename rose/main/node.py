@@ -38,17 +38,10 @@ def parser(prog: str = "rose node") -> Parser:
     """Return the command-line parser of `rose node`."""
     parser = Parser(prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="the node's JSON file")
-    parser.add_argument(
-        "--discover",
-        type=Path,
-        metavar="DIR",
-        help="find the hosts of this machine in a folder that they share (their ROSE_HOST_DIR)",
-    )
-    parser.add_argument(
-        "--standby",
-        action="store_true",
-        help="wait until the daemon that runs this node ends, then adopt its guests",
-    )
+    what = "find the hosts of this machine in a folder that they share (their ROSE_HOST_DIR)"
+    parser.add_argument("--discover", type=Path, metavar="DIR", help=what)
+    what = "wait until the daemon that runs this node ends, then adopt its guests"
+    parser.add_argument("--standby", action="store_true", help=what)
     add_logging_options(parser)
     return parser
 

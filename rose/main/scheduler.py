@@ -175,19 +175,10 @@ def parser(prog: str = "rose scheduler") -> Parser:
     parser = Parser(prog, description="Lease offered capacity to the job.")
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to bind (default: loopback only)")
-    add(
-        "--port",
-        type=int,
-        default=DefaultPort.SCHEDULER,
-        metavar="N",
-        help=f"default {DefaultPort.SCHEDULER}",
-    )
-    add(
-        "--advertise",
-        default="",
-        metavar="HOST:PORT",
-        help="where clients of a standby find this scheduler once it leads (default: as bound)",
-    )
+    what = f"default {DefaultPort.SCHEDULER}"
+    add("--port", type=int, default=DefaultPort.SCHEDULER, metavar="N", help=what)
+    what = "where clients of a standby find this scheduler once it leads (default: as bound)"
+    add("--advertise", default="", metavar="HOST:PORT", help=what)
     add_store_options(parser)
     add("--log-dir", type=Path, required=True, metavar="DIR", help="where events go")
     add_log_limits(parser)
@@ -199,70 +190,36 @@ def parser(prog: str = "rose scheduler") -> Parser:
         choices=[mode.name for mode in HarvestMode],
         help="mode of a store in which no operator has set one (default OFF)",
     )
-    add(
-        "--cooldown-s",
-        type=float,
-        default=LeaseTimes().cooldown_s,
-        metavar="S",
-        help="pause between a revocation and the next lease of the replica",
+    what = "pause between a revocation and the next lease of the replica"
+    add("--cooldown-s", type=float, default=LeaseTimes().cooldown_s, metavar="S", help=what)
+    what = "which offers are leased (default rose: by net benefit)"
+    add("--policy", default="rose", choices=policy_names(), help=what)
+    what = f"least time that a guest stays with a job before another's turn (default {HOLD_S:g})"
+    add("--hold-s", type=float, metavar="S", help=what)
+    what = (
+        "a job that has its dedicated replicas before a trainer registers it (repeatable);"
+        " guests are lent to it once one has"
     )
-    add(
-        "--policy",
-        default="rose",
-        choices=policy_names(),
-        help="which offers are leased (default rose: by net benefit)",
-    )
-    add(
-        "--hold-s",
-        type=float,
-        metavar="S",
-        help=f"least time that a guest stays with a job before another's turn (default {HOLD_S:g})",
-    )
-    add(
-        "--job",
-        action="append",
-        default=[],
-        metavar="NAME[=MODEL]",
-        help="a job that has its dedicated replicas before a trainer registers it (repeatable);"
-        " guests are lent to it once one has",
-    )
+    add("--job", action="append", default=[], metavar="NAME[=MODEL]", help=what)
     add_insecure(parser)
     add_metrics_options(parser)
-    add(
-        "--kubernetes",
-        action="store_true",
-        help="act on RoseCapacityPolicy objects of the cluster that this pod runs in",
+    what = "act on RoseCapacityPolicy objects of the cluster that this pod runs in"
+    add("--kubernetes", action="store_true", help=what)
+    what = "act on those of this file's cluster"
+    add("--kubeconfig", type=Path, metavar="FILE", help=what)
+    what = f"own pod, labelled {LEADER_LABEL} while this scheduler leads; with --kubernetes"
+    add("--pod", default="", metavar="NAMESPACE/NAME", help=what)
+    what = (
+        "label of Kubernetes nodes that policies go by, or a pattern as example.com/*; nodes"
+        " are not believed about it (repeatable; with --kubernetes)"
     )
-    add(
-        "--kubeconfig",
-        type=Path,
-        metavar="FILE",
-        help="act on those of this file's cluster",
-    )
-    add(
-        "--pod",
-        default="",
-        metavar="NAMESPACE/NAME",
-        help=f"own pod, labelled {LEADER_LABEL} while this scheduler leads; with --kubernetes",
-    )
-    add(
-        "--node-label",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="label of Kubernetes nodes that policies go by, or a pattern as example.com/*; nodes"
-        " are not believed about it (repeatable; with --kubernetes)",
-    )
+    add("--node-label", action="append", default=[], metavar="KEY", help=what)
     add_dashboard_options(parser)
     alert = parser.add_argument_group("alerts", "holds by Alertmanager's alerts").add_argument
     alert("--alerts", type=Path, metavar="RULES", help="YAML: which alerts hold which nodes")
     alert("--alerts-token-file", type=Path, metavar="FILE", help="bearer token of Alertmanager")
-    alert(
-        "--alerts-address",
-        default=DEFAULT_ALERTS,
-        metavar="HOST:PORT",
-        help=f"where it posts, /v1/alerts (default {DEFAULT_ALERTS}; others over TLS)",
-    )
+    what = f"where it posts, /v1/alerts (default {DEFAULT_ALERTS}; others over TLS)"
+    alert("--alerts-address", default=DEFAULT_ALERTS, metavar="HOST:PORT", help=what)
     add_certificate_options(parser)
     return parser
 

@@ -155,12 +155,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
     _add_scenario_options(parser)
-    parser.add_argument(
-        "--policies",
-        default=",".join(POLICIES),
-        metavar="A,B",
-        help=f"the first one is what others are compared with; default {','.join(POLICIES)}",
-    )
+    what = f"the first one is what others are compared with; default {','.join(POLICIES)}"
+    parser.add_argument("--policies", default=",".join(POLICIES), metavar="A,B", help=what)
     _add_run_options(parser, several=True)
 
 
@@ -183,19 +179,10 @@ def _compare(args: argparse.Namespace) -> int:
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
     _add_scenario_options(parser)
     parser.add_argument("--policy", default="rose", metavar="NAME", help="default rose")
-    parser.add_argument(
-        "--vary",
-        action="append",
-        default=[],
-        metavar="NAME=A,B,C",
-        help=f"constants {', '.join(CONSTANTS)}; settings {', '.join(SETTINGS)}",
-    )
-    parser.add_argument(
-        "--around",
-        type=float,
-        metavar="SHARE",
-        help="each constant alone, so much less and more than it is; not with --vary",
-    )
+    what = f"constants {', '.join(CONSTANTS)}; settings {', '.join(SETTINGS)}"
+    parser.add_argument("--vary", action="append", default=[], metavar="NAME=A,B,C", help=what)
+    what = "each constant alone, so much less and more than it is; not with --vary"
+    parser.add_argument("--around", type=float, metavar="SHARE", help=what)
     _add_run_options(parser, several=True)
 
 
@@ -240,20 +227,11 @@ def _grid(args: argparse.Namespace) -> list[dict[str, float]]:
 
 
 def _add_paper(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--setups",
-        default=DEFAULT_SETUPS,
-        metavar="A,B",
-        help=f"default {DEFAULT_SETUPS}; there are {', '.join(SETUPS)}",
-    )
+    what = f"default {DEFAULT_SETUPS}; there are {', '.join(SETUPS)}"
+    parser.add_argument("--setups", default=DEFAULT_SETUPS, metavar="A,B", help=what)
     parser.add_argument("--steps", type=int, default=3, metavar="N", help="each; default 3")
-    parser.add_argument(
-        "--load",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="requests of users as a multiple of the usual ones; default 1",
-    )
+    what = "requests of users as a multiple of the usual ones; default 1"
+    parser.add_argument("--load", type=float, default=1.0, metavar="X", help=what)
     _add_scale_option(parser)
     _add_run_options(parser, several=True)
 
@@ -306,28 +284,13 @@ def _add_what_if(parser: argparse.ArgumentParser) -> None:
     add("--cards", type=int, metavar="N", help="of one engine; default: the fewest")
     add("--ttft-s", type=float, default=TTFT_S, metavar="S", help=f"{promised} {TTFT_S:g}")
     add("--tpot-s", type=float, default=TPOT_S, metavar="S", help=f"{promised} {TPOT_S:g}")
-    add(
-        "--slack-share",
-        type=_share,
-        default=0.0,
-        metavar="SHARE",
-        help="of a busy host's slack that is lent; default 0: idle time alone",
-    )
-    add(
-        "--max-host-busy",
-        type=_share,
-        default=busy,
-        metavar="SHARE",
-        help=f"beside busier hosts nothing is lent, 1: no limit; default {busy:g}",
-    )
+    what = "of a busy host's slack that is lent; default 0: idle time alone"
+    add("--slack-share", type=_share, default=0.0, metavar="SHARE", help=what)
+    what = f"beside busier hosts nothing is lent, 1: no limit; default {busy:g}"
+    add("--max-host-busy", type=_share, default=busy, metavar="SHARE", help=what)
     add("--context", type=int, default=4_096, metavar="TOKENS", help="of a rollout; default 4096")
-    add(
-        "--max-gap-s",
-        type=float,
-        default=MAX_GAP_S,
-        metavar="S",
-        help="a trace with longer gaps is refused; default 3600",
-    )
+    what = "a trace with longer gaps is refused; default 3600"
+    add("--max-gap-s", type=float, default=MAX_GAP_S, metavar="S", help=what)
     parser.add_argument("--plots", type=Path, metavar="DIR", help="folder for what-if.png")
     add_output_options(parser)
 
@@ -408,12 +371,8 @@ def _add_scenario_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scale_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--scale",
-        type=float,
-        metavar="X",
-        help="a set-up with so much of its cards, batch and users: 0.25 is a quarter",
-    )
+    what = "a set-up with so much of its cards, batch and users: 0.25 is a quarter"
+    parser.add_argument("--scale", type=float, metavar="X", help=what)
 
 
 def _scale(args: argparse.Namespace) -> float:
@@ -430,22 +389,12 @@ def _add_run_options(parser: argparse.ArgumentParser, *, several: bool) -> None:
         parser.add_argument(
             "--workers", type=int, metavar="N", help="runs at once; default: one a core"
         )
-        parser.add_argument(
-            "--ray",
-            nargs="?",
-            const="local",
-            metavar="ADDRESS",
-            help="run on Ray: a cluster's address, or a local one",
-        )
+        what = "run on Ray: a cluster's address, or a local one"
+        parser.add_argument("--ray", nargs="?", const="local", metavar="ADDRESS", help=what)
     else:
         parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a constant or setting other than the usual",
-    )
+    what = "a constant or setting other than the usual"
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help=what)
     parser.add_argument("--out", type=Path, metavar="FILE", help="results as JSON as well")
     parser.add_argument(
         "--plots", type=Path, metavar="DIR", help="folder for pictures of steps, use, SLO and tail"

@@ -103,13 +103,11 @@ def add_store_options(parser: argparse.ArgumentParser, optional: str = "") -> No
     optional: text on what the store is for, if a command does not require one.
     """
     add = parser.add_argument
-    add(
-        "--store",
-        required=not optional,
-        metavar="FILE|etcd://H:P,…[/PREFIX]",
-        help=f"{optional}SQLite file, made if missing, or an etcd cluster (keys below PREFIX,"
-        " default rose)",
+    what = (
+        f"{optional}SQLite file, made if missing, or an etcd cluster (keys below PREFIX,"
+        " default rose)"
     )
+    add("--store", required=not optional, metavar="FILE|etcd://H:P,…[/PREFIX]", help=what)
     add("--store-user", default="", metavar="NAME", help="user of etcd")
     add("--store-password-file", type=Path, metavar="FILE", help="its password")
     add("--store-ca", type=Path, metavar="FILE", help="CA of etcd's certificates: turns TLS on")

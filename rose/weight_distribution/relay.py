@@ -188,13 +188,8 @@ def parser(prog: str = "rose relay") -> Parser:
     parser.add_argument(
         "--members", nargs="*", default=(), metavar="URL", help="all relays, this one among them"
     )
-    parser.add_argument(
-        "--verify-key",
-        action="append",
-        default=[],
-        metavar="HEX",
-        help="of the trainer: one for all jobs, or one for each in their order",
-    )
+    what = "of the trainer: one for all jobs, or one for each in their order"
+    parser.add_argument("--verify-key", action="append", default=[], metavar="HEX", help=what)
     parser.add_argument("--unsigned", action="store_true", help="keep what nobody signed")
     parser.add_argument(
         "--insecure", action="store_true", help="serve other machines without certificates"

@@ -75,28 +75,13 @@ def parser(prog: str) -> Parser:
     add(
         "--block-s", type=float, default=plan.block_s, metavar="S", help=f"default {plan.block_s:g}"
     )
-    add(
-        "--settle-s",
-        type=float,
-        default=plan.settle_s,
-        metavar="S",
-        help=f"after each switch, not measured (default {plan.settle_s:g})",
-    )
+    what = f"after each switch, not measured (default {plan.settle_s:g})"
+    add("--settle-s", type=float, default=plan.settle_s, metavar="S", help=what)
     add("--seed", type=int, default=plan.seed, metavar="N", help="of the order (default 0)")
-    add(
-        "--max-loss",
-        type=float,
-        default=limits.max_loss,
-        metavar="SHARE",
-        help=f"of requests within their targets that may be lost (default {limits.max_loss:g})",
-    )
-    add(
-        "--max-ratio",
-        type=float,
-        default=limits.max_ratio,
-        metavar="X",
-        help=f"of mean TTFT and TPOT, on over off (default {limits.max_ratio:g})",
-    )
+    what = f"of requests within their targets that may be lost (default {limits.max_loss:g})"
+    add("--max-loss", type=float, default=limits.max_loss, metavar="SHARE", help=what)
+    what = f"of mean TTFT and TPOT, on over off (default {limits.max_ratio:g})"
+    add("--max-ratio", type=float, default=limits.max_ratio, metavar="X", help=what)
     add("--out", type=Path, metavar="FILE", help="write what was measured, as JSON")
     add("--dry-run", action="store_true", help="print the schedule, and switch nothing")
     add_scheduler_options(made)

@@ -74,13 +74,8 @@ def _add_folder(made: Parser, *, kills: bool) -> None:
     made.set_defaults(run=_kill if kills else _unkill)
     made.add_argument("folder", type=Path, metavar="RUN_DIR", help="the node's run folder")
     if kills:
-        made.add_argument(
-            "--within",
-            type=_seconds,
-            default=DEADLINE_S,
-            metavar="S",
-            help=f"by when everything must be back (default {DEADLINE_S:g})",
-        )
+        what = f"by when everything must be back (default {DEADLINE_S:g})"
+        made.add_argument("--within", type=_seconds, default=DEADLINE_S, metavar="S", help=what)
     add_dry_run(made)
 
 

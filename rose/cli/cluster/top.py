@@ -83,13 +83,8 @@ def parser(prog: str) -> Parser:
     top = Parser(prog)
     top.add_argument("--node", default="", metavar="NODE", help="only this one (default: all)")
     top.add_argument("--once", action="store_true", help="one frame, as in a pipe")
-    top.add_argument(
-        "--every",
-        type=float,
-        default=WATCH_S,
-        metavar="SECONDS",
-        help=f"between two frames (default {WATCH_S:g})",
-    )
+    what = f"between two frames (default {WATCH_S:g})"
+    top.add_argument("--every", type=float, default=WATCH_S, metavar="SECONDS", help=what)
     add_scheduler_options(top)
     add_output_options(top)
     top.set_defaults(run=_top)

@@ -48,13 +48,8 @@ def _certs_parser(prog: str) -> Parser:
     issue = commands.add_parser("issue", help="write ROLE-NAME.pem and ROLE-NAME.key")
     issue.add_argument("role", choices=[role.value for role in Role])
     issue.add_argument("name", metavar="NAME", help="a node's, a gateway's; a trainer's is its job")
-    issue.add_argument(
-        "--host",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="name or address under which HTTP clients reach it (default: this machine)",
-    )
+    what = "name or address under which HTTP clients reach it (default: this machine)"
+    issue.add_argument("--host", action="append", default=[], metavar="HOST", help=what)
     issue.add_argument("--ttl", type=duration_s, default=LIFE_S, metavar="TIME", help="30d")
     issue.add_argument("--cluster", default="", metavar="NAME", help="where its CA names none")
     issue.set_defaults(run=_issue)
