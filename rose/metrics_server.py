@@ -59,11 +59,7 @@ class MetricsServer:
     """
 
     def __init__(
-        self,
-        metrics: Metrics,
-        host: str,
-        port: int,
-        certificates: CertificateFiles | None = None,
+        self, metrics: Metrics, host: str, port: int, certificates: CertificateFiles | None = None
     ) -> None:
         self._metrics = metrics
         self._host, self._port = host, port

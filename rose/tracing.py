@@ -223,8 +223,7 @@ def spans_of(service: str, environment: Mapping[str, str] = os.environ) -> Spans
         return Spans(trace.get_tracer("rose"))
     except ImportError as error:
         _log.warning(
-            "%s is not installed: no spans are sent; install rose-rollout[otel]",
-            error.name,
+            "%s is not installed: no spans are sent; install rose-rollout[otel]", error.name
         )
         return NO_SPANS
 

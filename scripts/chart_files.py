@@ -16,13 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from elastic_scheduler.capacity import crd
-from scripts.chart_values import (
-    ControlWorkload,
-    Images,
-    Resources,
-    Values,
-    Workload,
-)
+from scripts.chart_values import ControlWorkload, Images, Resources, Values, Workload
 from scripts.generated import ROOT, main, with_parts
 
 _COMMON: Final = ControlWorkload.model_fields
@@ -215,8 +209,7 @@ def files() -> dict[Path, str]:
         CHART / "values.yaml": values_yaml(),
         CHART / "values.schema.json": as_json(schema()),
         **with_parts(
-            CHART / "README.md",
-            {"values": docs_table("../../docs/"), "images": images_table()},
+            CHART / "README.md", {"values": docs_table("../../docs/"), "images": images_table()}
         ),
         **with_parts(OPERATORS / "install.md", {"values": docs_table()}),
         **with_parts(OPERATORS / "policy-objects.md", rules),

@@ -471,8 +471,7 @@ class Node(Workload):
     shared_folder: SharedFolder = _said("with the host", SharedFolder())
     models: Models = _said("of guests", Models())
     run_folder: str = _said(
-        "folder of the machine for weights, of user 10001; else they go with the pod",
-        "",
+        "folder of the machine for weights, of user 10001; else they go with the pod", ""
     )
     shm: Size = _said("size of /dev/shm in mode Active", "16Gi")
     device_class: str = _said("of `access: dra-admin`", "gpu.nvidia.com")

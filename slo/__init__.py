@@ -8,13 +8,7 @@ scrape needs prometheus_client and fitting a profile needs numpy, each imported 
 
 from slo.engine_metrics import Scrape, parse_scrape
 from slo.error_budget import RULES, BurnAlert, BurnRule, ErrorBudget
-from slo.errors import (
-    ProfileError,
-    ScrapeError,
-    SloError,
-    TargetError,
-    UnknownPresetError,
-)
+from slo.errors import ProfileError, ScrapeError, SloError, TargetError, UnknownPresetError
 from slo.histogram import Histogram, percentile
 from slo.load_forecast import LoadForecast
 from slo.step_time import StepModel, StepProfile, StepSample, fit_profile

@@ -17,12 +17,7 @@ from typing import Any
 import msgspec
 
 from bench.common import tiny_models
-from bench.coserve.calibration import (
-    TARGETS_FROM,
-    choose_targets,
-    find_rates,
-    measure_capacity,
-)
+from bench.coserve.calibration import TARGETS_FROM, choose_targets, find_rates, measure_capacity
 from bench.coserve.engines import (
     GUEST_MODEL,
     HOST_MODEL,

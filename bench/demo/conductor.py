@@ -92,13 +92,7 @@ class Drills:
 class Conductor:
     """Runs the blocks of one plan; the trainer goes on until it is told to finish."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        stack: Stack,
-        watcher: Watcher,
-        drills: Drills,
-    ) -> None:
+    def __init__(self, plan: Plan, stack: Stack, watcher: Watcher, drills: Drills) -> None:
         assert stack.load is not None
         self._steps = dict.fromkeys(stack.trainers, 0)
         self.arm: str = ""

@@ -47,10 +47,7 @@ def _save_tokenizer(folder: Path, template: str) -> tuple[int, int]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=[START],
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, additional_special_tokens=[START]
     )
     fast.add_tokens([f"<{slash}{word}>" for word in WORDS for slash in ("", "/")])
     fast.chat_template = template

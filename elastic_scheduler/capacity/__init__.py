@@ -20,16 +20,8 @@ from elastic_scheduler.capacity.gate import (
     NodeVerdict,
     cli_policy,
 )
-from elastic_scheduler.capacity.policy import (
-    CapacityPolicy,
-    PolicyMode,
-    StopPolicy,
-)
-from elastic_scheduler.capacity.policy_file import (
-    parse_policy,
-    policies_of,
-    policy_of,
-)
+from elastic_scheduler.capacity.policy import CapacityPolicy, PolicyMode, StopPolicy
+from elastic_scheduler.capacity.policy_file import parse_policy, policies_of, policy_of
 
 __all__ = [
     "CLI",

@@ -18,12 +18,7 @@ from pydantic.alias_generators import to_camel
 from pydantic.fields import FieldInfo
 
 from elastic_scheduler.capacity.gate import CLI
-from elastic_scheduler.capacity.policy import (
-    PARTS,
-    CapacityPolicy,
-    DailyWindow,
-    duration_text,
-)
+from elastic_scheduler.capacity.policy import PARTS, CapacityPolicy, DailyWindow, duration_text
 
 _DROPPED: Final = frozenset({"title", "additionalProperties"})
 GROUP: Final = "rose.dev"

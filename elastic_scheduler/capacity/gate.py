@@ -306,10 +306,7 @@ class CapacityGate:
     # ---- verdicts ----
 
     def judge(
-        self,
-        nodes: Callable[[], Iterable[NodeFacts]],
-        now_s: float,
-        wall_s: float | None = None,
+        self, nodes: Callable[[], Iterable[NodeFacts]], now_s: float, wall_s: float | None = None
     ) -> list[CapacityNote | Halt]:
         """Judge all nodes if a second passed or something changed; return log records and halts.
 

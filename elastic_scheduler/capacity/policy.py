@@ -44,11 +44,7 @@ _FACTORS: Final = {None: 1, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1
 _MOST_CHARS: Final = 32
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d+)?)%")
 # A pattern holds for the string, a bound for the number.
-_INT_OR_STRING: Final = {
-    "x-kubernetes-int-or-string": True,
-    "minimum": 0,
-    "maxLength": _MOST_CHARS,
-}
+_INT_OR_STRING: Final = {"x-kubernetes-int-or-string": True, "minimum": 0, "maxLength": _MOST_CHARS}
 MAX_WINDOWS: Final = 64
 MAX_TENANTS: Final = 256
 # Life of an unrenewed lease: beyond it a cut-off node harvests nothing in any case.
@@ -456,8 +452,7 @@ class SloBudget(_Part):
     """Error budget of each host, which lending must not burn."""
 
     objective: Annotated[float, Field(gt=0.0, lt=1.0), BeforeValidator(share_of)] = Field(
-        default=0.99,
-        description="share of the host's requests that must meet its targets",
+        default=0.99, description="share of the host's requests that must meet its targets"
     )
     min_bad: int = Field(
         default=10,

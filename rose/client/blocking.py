@@ -168,13 +168,7 @@ class BlockingRolloutClient:
         """
         loop = self._loop()
         group = self._client.gather_group(
-            token_ids,
-            sampling,
-            members,
-            group_id=group_id,
-            need=need,
-            hedges=hedges,
-            **options,
+            token_ids, sampling, members, group_id=group_id, need=need, hedges=hedges, **options
         )
         return _entered(loop, group)
 

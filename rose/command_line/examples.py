@@ -36,10 +36,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "resume": ("rose resume",),
         "harvest": ("rose harvest hold --dry-run",),
         "revoke": ("rose revoke guest-0 --reason stuck",),
-        "kill": (
-            "rose kill /run/rose/node --dry-run",
-            "rose kill /run/rose/node",
-        ),
+        "kill": ("rose kill /run/rose/node --dry-run", "rose kill /run/rose/node"),
         "unkill": ("rose unkill /run/rose/node",),
         "advise": (
             "rose advise --prometheus http://prometheus:9090 --price 2.50 --out advice.html",

@@ -118,9 +118,7 @@ def _pause_s(text: str) -> float:
 
 
 def show(
-    args: argparse.Namespace,
-    read: Callable[[], View],
-    sleep: Callable[[float], None] = time.sleep,
+    args: argparse.Namespace, read: Callable[[], View], sleep: Callable[[float], None] = time.sleep
 ) -> None:
     """Print the view that `read` returns, in the chosen format; with --watch repeatedly until
     Ctrl-C.

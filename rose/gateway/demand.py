@@ -107,10 +107,7 @@ class DemandReporter:
     """Sender of demand reports over the connection on which the replica table is watched."""
 
     def __init__(
-        self,
-        meter: DemandMeter,
-        work_began: asyncio.Event,
-        clock: Callable[[], float],
+        self, meter: DemandMeter, work_began: asyncio.Event, clock: Callable[[], float]
     ) -> None:
         self._meter = meter
         self._work_began = work_began

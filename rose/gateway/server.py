@@ -205,11 +205,7 @@ class GatewayServer:
         with whole:
             yield turns
 
-    async def answer(
-        self,
-        http: web.BaseRequest,
-        routed: Route,
-    ) -> web.StreamResponse:
+    async def answer(self, http: web.BaseRequest, routed: Route) -> web.StreamResponse:
         """Return the route's response, or any failure as an error response in vLLM's shape."""
         return await answered(
             http,

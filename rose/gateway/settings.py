@@ -11,11 +11,7 @@ from rose.command_line.parser import Parser, add_insecure, add_log_limits, taken
 from rose.errors import ConfigError
 from rose.logs.process_log import add_logging_options
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
-from rose.security.certificates import (
-    CertificateFiles,
-    add_certificate_options,
-    taken_certificates,
-)
+from rose.security.certificates import CertificateFiles, add_certificate_options, taken_certificates
 from rose.security.roles import Role
 from rose.security.tokens import AUDIENCE
 

@@ -191,11 +191,7 @@ class GatewayStatus:
 COUNTERS: Final = (
     ("turns", "rose_gateway_turns_total", "Turns that were delivered whole."),
     ("failed", "rose_gateway_failed_turns_total", "Turns that ended with an error."),
-    (
-        "continuations",
-        "rose_gateway_continuations_total",
-        "Turns that went on at another replica.",
-    ),
+    ("continuations", "rose_gateway_continuations_total", "Turns that went on at another replica."),
     ("attempts", "rose_gateway_attempts_total", "Times that a turn was sent to a replica."),
     (
         "repeated",
@@ -271,14 +267,8 @@ def exposition(
 
 
 CERTIFICATE: Final = (
-    (
-        "rose_certificate_not_before_timestamp_seconds",
-        "When the process's own certificate begins.",
-    ),
-    (
-        "rose_certificate_not_after_timestamp_seconds",
-        "When the process's own certificate is over.",
-    ),
+    ("rose_certificate_not_before_timestamp_seconds", "When the process's own certificate begins."),
+    ("rose_certificate_not_after_timestamp_seconds", "When the process's own certificate is over."),
 )
 
 

@@ -65,11 +65,7 @@ async def listening(
     credentials = trainer.credentials()
     credentials.check(trainer.gateway)
     updates = CheckpointUpdates(
-        publisher,
-        roots,
-        base=trainer.checkpoint,
-        marker=settings.marker,
-        whole_s=settings.whole_s,
+        publisher, roots, base=trainer.checkpoint, marker=settings.marker, whole_s=settings.whole_s
     )
     # No limit here: callers' connections are bounded, and each uses one connection to the gateway.
     timeout = aiohttp.ClientTimeout(total=None)

@@ -56,11 +56,7 @@ from rose.scheduler.metrics import SchedulerMetrics
 from rose.scheduler.persistence import JobRecord, Saved, load, save_slo_budgets
 from rose.scheduler.service import AuditSink, LeaderHandlers, SchedulerService
 from rose.security.audit_log import AuditLog, audit_file
-from rose.security.certificates import (
-    CertificateFiles,
-    add_certificate_options,
-    taken_certificates,
-)
+from rose.security.certificates import CertificateFiles, add_certificate_options, taken_certificates
 from rose.security.roles import Role
 from rose.security.rpc_access import AccessInterceptor
 from rose.store import (

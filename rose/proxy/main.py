@@ -21,11 +21,7 @@ from rose.logs.process_log import start_logging
 from rose.process.background_tasks import stop_signalled
 from rose.process.http_port import FewRecords, Listener, raise_descriptor_limit
 from rose.proxy.callers import CallerConnection, Door
-from rose.security.certificates import (
-    CertificateFiles,
-    add_certificate_options,
-    taken_certificates,
-)
+from rose.security.certificates import CertificateFiles, add_certificate_options, taken_certificates
 from rose.security.roles import Role
 
 # Niceness of the proxy, which runs behind the daemon and its guard on a machine with few cores.

@@ -14,13 +14,7 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from rose.contract.replica import (
-    MAX_BODY_BYTES,
-    POOLING,
-    TURNS,
-    Fault,
-    Refusal,
-)
+from rose.contract.replica import MAX_BODY_BYTES, POOLING, TURNS, Fault, Refusal
 from rose.errors import RoseError
 
 PATHS: Final = frozenset(path.encode() for path in (*TURNS, *POOLING))

@@ -195,9 +195,7 @@ class LeaderChannel:
         self._finder.missed(hint or "", silent=silent)
 
     async def call(
-        self,
-        ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]",
-        timeout_s: float,
+        self, ask: "Callable[[SchedulerAsyncStub, float], Awaitable[R]]", timeout_s: float
     ) -> R:
         """Return the leader's reply to `ask`, which gets a stub and the seconds that it may take.
 

@@ -15,12 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Final
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    disable_created_metrics,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -37,11 +32,7 @@ OTHERS = "(others)"
 # A job's counts are shown for so long after it was over: each scraper has seen the last ones.
 JOB_KEPT_S = 900.0
 STORE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-ENDS = {
-    "lease_expired": "expired",
-    "lease_released": "released",
-    "revoked": "revoked",
-}
+ENDS = {"lease_expired": "expired", "lease_released": "released", "revoked": "revoked"}
 COMPLAINTS = frozenset({"call_refused", "offer_refused", "peer_refused", "switch_refused"})
 # Budgets are over 30 days, and cost a walk over all hosts.
 BUDGETS_EVERY_S = 15.0

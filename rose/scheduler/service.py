@@ -27,13 +27,7 @@ from typing_extensions import override
 from elastic_scheduler import HarvestMode
 from elastic_scheduler.capacity import CapacityPolicy
 from elastic_scheduler.leases.lease_table import stricter
-from rose.errors import (
-    ConfigError,
-    RefusedError,
-    RunFencedError,
-    RunHeldError,
-    UnavailableError,
-)
+from rose.errors import ConfigError, RefusedError, RunFencedError, RunHeldError, UnavailableError
 from rose.logs.eventlog import EventLog
 from rose.release import release
 from rose.rpc import rose_pb2 as pb
@@ -290,10 +284,7 @@ class SchedulerService(SchedulerServicer):
         return value
 
     def objects_heard(
-        self,
-        heard_s: float,
-        refused: frozenset[str],
-        labels: Mapping[str, Mapping[str, str]],
+        self, heard_s: float, refused: frozenset[str], labels: Mapping[str, Mapping[str, str]]
     ) -> None:
         """Tell the core that policies match the Kubernetes objects of `heard_s`, by its clock.
 

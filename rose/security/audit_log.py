@@ -30,13 +30,7 @@ import msgspec
 from rose.clock import utc_text
 from rose.errors import ConfigError, decoded
 from rose.logs.process_log import repeat
-from rose.logs.rotating_jsonl import (
-    LogLimits,
-    LogThread,
-    log_parts,
-    private_folder,
-    rotate_parts,
-)
+from rose.logs.rotating_jsonl import LogLimits, LogThread, log_parts, private_folder, rotate_parts
 
 AUDIT_LIMITS: Final = LogLimits(64 << 20, 16)
 START: Final = "0" * 64
@@ -458,11 +452,7 @@ def verify(path: Path, known: tuple[int, str] | None = None) -> ChainVerdict:
 
 
 def _missing(
-    path: Path,
-    head: Head | None,
-    found: Head,
-    known: tuple[int, str] | None,
-    seen_known: bool,
+    path: Path, head: Head | None, found: Head, known: tuple[int, str] | None, seen_known: bool
 ) -> str:
     """Return the fault that only the saved head or the known record shows; "" if there is none."""
     if head is None:

@@ -12,14 +12,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from rose.simulation.checked import (
-    CHECKED,
-    Count,
-    CountOrNone,
-    NotNegative,
-    Positive,
-    Share,
-)
+from rose.simulation.checked import CHECKED, Count, CountOrNone, NotNegative, Positive, Share
 from rose.simulation.engine_specs import EngineFigures
 from rose.simulation.workloads.episodes import RolloutWorkload
 from rose.simulation.workloads.traffic import ServingWorkload

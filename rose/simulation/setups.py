@@ -29,12 +29,7 @@ from rose.simulation.scenario import (
     Scenario,
     TrainerSpec,
 )
-from rose.simulation.workloads.episodes import (
-    ALFWORLD,
-    CODING_SESSIONS,
-    FROZEN_LAKE,
-    Environment,
-)
+from rose.simulation.workloads.episodes import ALFWORLD, CODING_SESSIONS, FROZEN_LAKE, Environment
 from rose.simulation.workloads.traffic import (
     AZURE_CODE_2023,
     AZURE_CONVERSATION_2023,

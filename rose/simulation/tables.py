@@ -172,8 +172,7 @@ def longest_alone_s(scenario: Scenario, seed: int, number: int) -> float:
     first = number * trainer.groups
     return max(
         alone_s(
-            scenario.rollouts.trajectory(seed, prompt, sample),
-            scenario.cluster.dedicated.engine,
+            scenario.rollouts.trajectory(seed, prompt, sample), scenario.cluster.dedicated.engine
         )
         for prompt in range(first, first + trainer.groups)
         for sample in range(trainer.samples)
@@ -279,11 +278,7 @@ ROWS = (
     PaperRow("throughput over fixed", 1.3, 3.3, "x", lambda r, p: _throughput(r, p, "fixed")),
     PaperRow("rollouts shorter than spot", 1.2, 1.5, "x", lambda r, p: _shorter(r, p, "spot")),
     PaperRow(
-        "rollouts shorter than serverless",
-        1.2,
-        1.5,
-        "x",
-        lambda r, p: _shorter(r, p, "serverless"),
+        "rollouts shorter than serverless", 1.2, 1.5, "x", lambda r, p: _shorter(r, p, "serverless")
     ),
     PaperRow("users within their SLO", 99.0, 100.0, "%", _attained),
     PaperRow("allocation overhead", 0.3, 0.4, "%", _overhead),

@@ -460,10 +460,7 @@ class EtcdStore(TxnStore):
     async def keep_lease(self, lease: int) -> float:
         async def ask(channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> float:
             keep = stream(
-                channel,
-                "Lease/LeaseKeepAlive",
-                pb.LeaseKeepAliveRequest,
-                pb.LeaseKeepAliveResponse,
+                channel, "Lease/LeaseKeepAlive", pb.LeaseKeepAliveRequest, pb.LeaseKeepAliveResponse
             )
             call = keep(None, timeout=timeout_s, metadata=metadata)
             try:

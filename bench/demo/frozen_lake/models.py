@@ -179,11 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     models = ensure_models(args.cache, args.long_turns, progress)
     _say(
-        {
-            "event": "models",
-            "policy_dir": str(models.policy_dir),
-            "host_dir": str(models.host_dir),
-        }
+        {"event": "models", "policy_dir": str(models.policy_dir), "host_dir": str(models.host_dir)}
     )
     return 0
 

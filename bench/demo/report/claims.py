@@ -14,16 +14,7 @@ be none), the whole interval has to meet the limit.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from bench.common.checks import (
-    FAILS,
-    HOLDS,
-    INCONCLUSIVE,
-    Bound,
-    Check,
-    Verdict,
-    meets,
-    verdict_of,
-)
+from bench.common.checks import FAILS, HOLDS, INCONCLUSIVE, Bound, Check, Verdict, meets, verdict_of
 from bench.demo.report import measures
 from bench.demo.report.measures import KINDS, Figures
 from bench.demo.report.records import Records

@@ -200,10 +200,7 @@ class DemoTrainer:
             self._scoring = None
 
     async def _score(
-        self,
-        batch: Sequence[Trajectory],
-        known: Mapping[tuple[str, int], Tensor],
-        step: int | None,
+        self, batch: Sequence[Trajectory], known: Mapping[tuple[str, int], Tensor], step: int | None
     ) -> None:
         score = partial(rescored, batch, self._snapshots, known, self._how.min_tokens)
         scores = await asyncio.to_thread(score)

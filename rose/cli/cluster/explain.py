@@ -15,11 +15,7 @@ from rose.command_line.output import View, add_output_options, show
 from rose.command_line.parser import Parser
 from rose.direct_http import open_directly
 from rose.errors import BAD_BYTES, ConfigError, RefusedError, UnavailableError
-from rose.security.certificates import (
-    CertificateFiles,
-    add_certificate_options,
-    taken_certificates,
-)
+from rose.security.certificates import CertificateFiles, add_certificate_options, taken_certificates
 from rose.security.tokens import TokenFile
 
 if TYPE_CHECKING:

@@ -17,13 +17,7 @@ from rose.command_line.parser import Parser, duration_s
 from rose.errors import ConfigError
 from rose.security.callers import TRAINER
 from rose.security.certificates import identity_of, leaf_of
-from rose.security.development_ca import (
-    CA_LIFE_S,
-    LIFE_S,
-    LOOPBACK,
-    DevelopmentCa,
-    write_private,
-)
+from rose.security.development_ca import CA_LIFE_S, LIFE_S, LOOPBACK, DevelopmentCa, write_private
 from rose.security.keys import signing_key
 from rose.security.roles import Identity, Role
 from rose.security.tokens import AUDIENCE, issue

@@ -14,13 +14,7 @@ from rose.contract.gateway import versions_of
 from rose.gateway.apis import frontend, wire
 from rose.gateway.apis.completions import OpenAIBody, OpenAIResponse, OpenAIWhole
 from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest
-from rose.gateway.apis.tools import (
-    FOUND,
-    FoundTools,
-    ToolChoice,
-    checked_tools,
-    found_tools,
-)
+from rose.gateway.apis.tools import FOUND, FoundTools, ToolChoice, checked_tools, found_tools
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream

@@ -48,9 +48,7 @@ class FormatBody(msgspec.Struct, gc=False):
 
 
 def structured_of(
-    asked: StructuredBody | None,
-    form: msgspec.Raw,
-    guided: Mapping[str, msgspec.Raw] | None = None,
+    asked: StructuredBody | None, form: msgspec.Raw, guided: Mapping[str, msgspec.Raw] | None = None
 ) -> StructuredOutputs | None:
     """Return the constraint on the output, None for free text. Raises BadRequest for two
     constraints or an invalid one.

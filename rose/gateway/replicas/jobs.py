@@ -74,11 +74,7 @@ class JobRouters:
         return found
 
     def set_table(
-        self,
-        entries: Iterable[ReplicaEntry],
-        jobs: Iterable[str],
-        now_s: float,
-        renewed: set[str],
+        self, entries: Iterable[ReplicaEntry], jobs: Iterable[str], now_s: float, renewed: set[str]
     ) -> None:
         """Replace replicas and registered jobs: each router gets the replicas that are leased to
         its job. Routers of other jobs are dropped.

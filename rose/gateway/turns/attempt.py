@@ -243,10 +243,7 @@ class AttemptStream:
         parent = self.turn.request.origin.trace
         if parent is None and self.spans is NO_SPANS:
             return await self._stream(upstream, b"")
-        said: Attributes = {
-            "rose.replica": self.live.entry.id,
-            "rose.attempt": self._asked.number,
-        }
+        said: Attributes = {"rose.replica": self.live.entry.id, "rose.attempt": self._asked.number}
         span = self.spans.begin("rose attempt", parent, said)
         head, how = span.context.head() if span.context else b"", ""
         try:

@@ -12,13 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from elastic_scheduler import (
-    Conflict,
-    Continue,
-    Deliver,
-    GiveUp,
-    IdempotencyCache,
-)
+from elastic_scheduler import Conflict, Continue, Deliver, GiveUp, IdempotencyCache
 from rose.gateway.backends.batches import BatchCollector
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.errors import (

@@ -304,9 +304,7 @@ class CapacityBook:
         return [
             Save(
                 save_policy(
-                    self.gate.policy(act.policy),
-                    act.why,
-                    of_object=act.policy in self._of_objects,
+                    self.gate.policy(act.policy), act.why, of_object=act.policy in self._of_objects
                 )
             )
             if isinstance(act, Halt)

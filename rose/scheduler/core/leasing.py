@@ -211,13 +211,7 @@ class Leasing:
         lease = self._book.live(replica, now_s)
         return lease if lease is not None and lease.state is LeaseState.ACTIVE else None
 
-    def regulate(
-        self,
-        now_s: float,
-        *,
-        news: bool = True,
-        at_once: bool = False,
-    ) -> list[Action]:
+    def regulate(self, now_s: float, *, news: bool = True, at_once: bool = False) -> list[Action]:
         """Expire, grant, release and renew leases; return commands, epoch reservations and log
         records.
 

@@ -77,14 +77,7 @@ from rose.scheduler.core.observed import (
 )
 from rose.scheduler.core.runs import RunBook
 from rose.scheduler.core.usage import GuestReading, UsageBook, owner_of
-from rose.scheduler.persistence import (
-    RUNS,
-    JobRecord,
-    Saved,
-    VersionRecord,
-    forget,
-    save,
-)
+from rose.scheduler.persistence import RUNS, JobRecord, Saved, VersionRecord, forget, save
 from rose.store.protocol import Delete, Write
 
 TABLE_INTERVAL_S = 1.0
@@ -284,11 +277,7 @@ class SchedulerCore:
             case JobEnded():
                 ended, past = self._jobs.ending(event.job)
                 over = self.runs.ending(event.job, event.claim)
-                return (
-                    save(ended),
-                    *map(forget, past),
-                    *([save(over)] if over else []),
-                )
+                return (save(ended), *map(forget, past), *([save(over)] if over else []))
             case JobDropped():
                 dropped, past = self._jobs.dropping(event.job)
                 self.runs.check_drop(event.job, force=event.force)
