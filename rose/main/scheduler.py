@@ -41,7 +41,7 @@ from rose.dashboard import (
 )
 from rose.errors import ConfigError, RoseError, UnavailableError
 from rose.logs.eventlog import EventLog, JsonlLog, Logs
-from rose.logs.process_log import add_logging_options, complain, repeat, start_logging
+from rose.logs.process_log import add_logging_options, announce, complain, repeat, start_logging
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 from rose.metrics_server import MetricsServer
 from rose.process.background_tasks import Background, stop_signalled
@@ -333,6 +333,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             await _until(known, KNOWN_S)
             await server.start()
             events.write("scheduler_started", port=port)
+            announce("rose scheduler", f"listening on {host_port(settings.host, port)}")
             told("scheduler_started", {"port": port, "policy": settings.policy}, "")
             await stop.wait()
 

@@ -298,7 +298,9 @@ async def test_a_standby_and_a_full_store_ask_to_send_it_again(
     assert len(held(bench)) == 1
 
 
-async def test_a_standby_takes_over_the_holds_of_the_leader_over_tls(tmp_path: Path) -> None:
+async def test_a_standby_takes_over_the_holds_of_the_leader_over_tls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = Certificates(tmp_path / "ca")
     (tmp_path / "rules.yaml").write_text(RULES)
     (tmp_path / "token").write_text(TOKEN)
@@ -335,6 +337,7 @@ async def test_a_standby_takes_over_the_holds_of_the_leader_over_tls(tmp_path: P
         assert json.loads(answer[1])["ended"] == [name]
         stops[1].set()
         await tasks[1]
+    assert capsys.readouterr().out.count("rose scheduler: listening on 127.0.0.1:") == 2
 
 
 @pytest.mark.parametrize(
