@@ -21,12 +21,19 @@ class Silence:
         self.look_s = limit_s / LOOKS
         self._limit_s = limit_s
         self._clock = clock
+        self._looked_s = self._clock()
+        self._doubtful_until_s = self._before_pause_s = self._looked_s
         self.heard()
 
     def heard(self) -> None:
-        """Record a message of the peer: its silence begins anew."""
+        """Record a message of the peer: its silence begins anew.
+
+        One that is read just after a pause of this process may have waited for its end: it counts
+        as old as the pause.
+        """
+        now_s = self._looked()
         self._silent_s = 0.0
-        self._heard_s = self._looked_s = self._clock()
+        self._heard_s = self._before_pause_s if now_s < self._doubtful_until_s else now_s
 
     def look(self) -> None:
         """Add the time since the last call to the silence; a gap longer than PAUSE_LOOKS looks was
@@ -34,8 +41,16 @@ class Silence:
 
         Call it every `look_s` seconds.
         """
+        before_s = self._looked_s
+        self._silent_s += min(self._looked() - before_s, PAUSE_LOOKS * self.look_s)
+
+    def _looked(self) -> float:
+        """Return the present time, and note a pause since the last call."""
         before_s, self._looked_s = self._looked_s, self._clock()
-        self._silent_s += min(self._looked_s - before_s, PAUSE_LOOKS * self.look_s)
+        if self._looked_s - before_s > PAUSE_LOOKS * self.look_s:
+            self._before_pause_s = before_s
+            self._doubtful_until_s = self._looked_s + PAUSE_LOOKS * self.look_s
+        return self._looked_s
 
     @property
     def too_long(self) -> bool:

@@ -153,7 +153,12 @@ class WatchedTable:
         self._on_versions(
             {row.job: JobVersions(row.latest_version, row.max_staleness) for row in table.jobs}
         )
-        sink(self._entries, self._jobs)
+        # One that waited for a paused process may be older than a lease.
+        sink(self._held if self._silence.outdated else self._entries, self._jobs)
+
+    @property
+    def _held(self) -> tuple[ReplicaEntry, ...]:
+        return tuple(replace(entry, healthy=False) for entry in self._entries)
 
     def _is_replica(self, row: rose_pb2.Replica) -> bool:
         """Return True if the row has a valid URL and a known kind; an invalid URL is logged once
@@ -180,7 +185,7 @@ class WatchedTable:
             if silence.too_long and not over:
                 sink((), self._jobs)
             elif silence.outdated and not held:
-                sink(tuple(replace(entry, healthy=False) for entry in self._entries), self._jobs)
+                sink(self._held, self._jobs)
             held, over = silence.outdated, silence.too_long
             await asyncio.sleep(silence.look_s)
 

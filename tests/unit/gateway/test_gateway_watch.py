@@ -12,7 +12,7 @@ from scheduler_cases import FakeScheduler, row
 from rose.gateway.replicas.table import ReplicaEntry
 from rose.gateway.replicas.watch import WatchedTable
 from rose.rpc import rose_pb2, rose_pb2_grpc
-from rose.rpc.silence import LOOKS, Silence
+from rose.rpc.silence import LOOKS, PAUSE_LOOKS, Silence
 
 Rows = tuple[ReplicaEntry, ...]
 
@@ -129,6 +129,10 @@ def test_silence_counts_only_while_somebody_listens() -> None:
 
     # However long they are: a few pauses leave time to read what came meanwhile.
     assert [passes(3_600.0) for _ in range(3)] == [(True, False)] * 3
+    # A message that waited for this process is as old as the last look before the pause.
+    silence.heard()
+    assert passes(0.0) == (True, False)
+    passes(PAUSE_LOOKS * silence.look_s)
     silence.heard()
     for _ in range(LOOKS - 1):
         assert passes(silence.look_s) == (False, False)
@@ -136,3 +140,17 @@ def test_silence_counts_only_while_somebody_listens() -> None:
     # Pauses add up: a process that does nothing but pause gives up in the end, too.
     silence.heard()
     assert [passes(3_600.0)[1] for _ in range(5)] == [False] * 4 + [True]
+
+
+def test_a_table_that_waited_for_a_paused_process_places_no_turn() -> None:
+    now_s, healthy = 100.0, []
+
+    def sink(entries: Rows, jobs: tuple[str, ...]) -> None:
+        del jobs
+        healthy.append([each.healthy for each in entries])
+
+    table = WatchedTable("127.0.0.1:1", "g", 5.0, lambda *a, **kw: None, lambda: now_s)
+    for later_s in (0.0, 60.0, 0.5, 0.6):
+        now_s += later_s
+        table._note(sink, rose_pb2.ReplicaTable(replicas=[row("a", 1)]))
+    assert healthy == [[True], [False], [False], [True]]
