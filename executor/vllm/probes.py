@@ -5,15 +5,12 @@ it, in milliseconds, before the first request: a guest whose probe fails does no
 lends nothing.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any, Final
 
-import torch
-
 from executor.errors import ExecutorError
-from executor.kv.backing import Extent, NoPages, PageBackend, Range, coalesce
-from executor.kv.shrink_plan import Granules
+from executor.kv.backing import NoPages, PageBackend, Range, coalesce
 from executor.vllm.kv_backing import kv_layout
 
 MOST_BLOCKS: Final = 8
@@ -89,77 +86,46 @@ def check_addresses(
     vllm_config: Any,  # noqa: ANN401 -- vLLM's types
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
     pages: PageBackend,
-    granules: Granules,
 ) -> None:
-    """Raise ProbeError unless each layer has a block's bytes at the addresses computed for it.
+    """Raise ProbeError unless each layer's tensor has block 1 at the address computed for it.
 
-    The bytes of block 1, or of the first one that has memory with both of its neighbours, are
-    inverted through the layers' tensors, compared by address, and restored. Does nothing where no
-    KV pages are given back from this process.
+    Does nothing where no KV pages are given back from this process.
     """
     layout = None if isinstance(pages, NoPages) else kv_layout(vllm_config, kv_cache_config)
-    blocks: int = kv_cache_config.num_blocks
-    mapped = (b for b in range(1, blocks - 1) if _mapped(range(b - 1, b + 2), pages, granules))
-    block = next(mapped, None)
-    if layout is None or block is None:
+    if layout is None:
         return
-    layers = vllm_config.compilation_config.static_forward_context
-    for group in kv_cache_config.kv_cache_groups:
-        caches = [getattr(layers.get(name), "kv_cache", None) for name in group.layer_names]
-        each = chain.from_iterable(c if isinstance(c, list | tuple) else (c,) for c in caches)
-        # Layers may share a tensor.
-        tensors = {t.data_ptr(): t for t in each if isinstance(t, torch.Tensor)}
-        if not _lies_in(layout.extents, list(tensors.values()), blocks, block):
-            raise ProbeError(
-                f"block {block} of {group.layer_names[0]} is not at the address that ROSE computes"
-            )
-
-
-def _mapped(blocks: range, pages: PageBackend, granules: Granules) -> bool:
-    return all(granules.of(block) not in pages.released for block in blocks)
-
-
-def _lies_in(
-    extents: Iterable[Extent], tensors: Sequence[torch.Tensor], blocks: int, block: int
-) -> bool:
-    """Return True if a block of these tensors has bytes of its own place in `extents` alone."""
-    if any(tensor.shape[0] % blocks for tensor in tensors):
-        return False
-    counts = [tensor.shape[0] // blocks for tensor in tensors]
-    written = [
-        tensor.narrow(0, count * block, count).view(torch.uint8)
-        for tensor, count in zip(tensors, counts, strict=True)
-    ]
-    memory = _by_address(tensors)
-    own, beside = (
-        [memory(r) for r in coalesce(r for e in extents for n in numbers for r in e.ranges(n))]
-        for numbers in (
-            [range(block, block + 1)],
-            [range(block - 1, block), range(block + 1, block + 2)],
-        )
+    own, *beside = (
+        coalesce(r for e in layout.extents for r in e.ranges(range(block, block + 1)))
+        for block in (1, 0, 2)
     )
-    before = [part.clone() for part in (*own, *beside)]
-    for part in written:
-        part.bitwise_not_()
-    changed = [int((now != was).sum()) for now, was in zip((*own, *beside), before, strict=True)]
-    for part in written:
-        part.bitwise_not_()
-    whole = sum(changed[: len(own)]) == sum(part.numel() for part in written)
-    return whole and not any(changed[len(own) :])
+    layers = vllm_config.compilation_config.static_forward_context
+    for name in chain.from_iterable(g.layer_names for g in kv_cache_config.kv_cache_groups):
+        cache = getattr(layers.get(name), "kv_cache", None)
+        for tensor in cache if isinstance(cache, list | tuple) else (cache,):
+            if getattr(tensor, "device", None) is None:
+                continue
+            places = _places(tensor, kv_cache_config.num_blocks)
+            apart = all(_bytes(places) + _bytes(o) == _bytes([*places, *o]) for o in beside)
+            if not places or _bytes([*own, *places]) != _bytes(own) or not apart:
+                raise ProbeError(f"block 1 of {name} is not at the address that ROSE computes")
 
 
-def _by_address(tensors: Iterable[torch.Tensor]) -> Callable[[Range], torch.Tensor]:
-    """Return a function that returns the bytes at a range of addresses in the tensors' memory."""
-    storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in tensors)}
-    whole = {
-        start: torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        for start, storage in storages.items()
-    }
+def _places(cache: Any, blocks: int) -> list[Range]:  # noqa: ANN401 -- a tensor
+    """Return the addresses of block 1 in a tensor; none if its first dimension is not blocks."""
+    rows, rest = divmod(cache.shape[0], blocks)
+    if rest or not rows:
+        return []
+    size: int = cache.element_size()
+    first = cache.data_ptr() + rows * cache.stride()[0] * size
+    starts, run = [first], size
+    # Dimensions from the innermost in memory: a run grows while one follows the other.
+    for step, count in sorted(zip(cache.stride(), (rows, *cache.shape[1:]), strict=True)):
+        if step * size == run:
+            run *= count
+        elif count > 1:
+            starts = [start + n * step * size for start in starts for n in range(count)]
+    return coalesce(Range(start, start + run) for start in starts)
 
-    nothing = torch.empty(0, dtype=torch.uint8)
 
-    def read(place: Range) -> torch.Tensor:
-        start = max((start for start in whole if start <= place.start), default=0)
-        return whole.get(start, nothing)[place.start - start : place.end - start]
-
-    return read
+def _bytes(places: Iterable[Range]) -> int:
+    return sum(place.size for place in coalesce(places))

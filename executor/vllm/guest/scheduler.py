@@ -74,7 +74,7 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
         check_features(self.vllm_config)
         self._aborts = AbortQueue()
         pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)
-        check_addresses(self.vllm_config, self.kv_cache_config, pages, granules)
+        check_addresses(self.vllm_config, self.kv_cache_config, pages)
         pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
         self.attach(settings, pool, self.block_size)
 

@@ -238,7 +238,7 @@ def lender_of(
         raise LendingError("a KV connector may read blocks that are free; start without one")
     pages, granules = kv_pages(scheduler.vllm_config, scheduler.kv_cache_config, kv_backend)
     check_lendable(pages, granules, IN_REACH)
-    check_addresses(scheduler.vllm_config, scheduler.kv_cache_config, pages, granules)
+    check_addresses(scheduler.vllm_config, scheduler.kv_cache_config, pages)
     stock = scheduler.kv_cache_manager.block_pool
     block_tokens: int = scheduler.block_size
     if pages.always_restores:

@@ -119,20 +119,17 @@ def checked(
     group = SimpleNamespace(layer_names=list(layers))
     config = SimpleNamespace(num_blocks=blocks, kv_cache_groups=[group])
     monkeypatch.setattr(probes, "kv_layout", lambda *_: KvLayout((), tuple(extents)))
-    check_addresses(vllm, config, pages, Granules(blocks, 2))
+    check_addresses(vllm, config, pages)
 
 
 @pytest.mark.parametrize("outermost", [True, False])
-def test_right_addresses_pass_and_the_memory_is_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, outermost: bool
-) -> None:
+def test_right_addresses_pass(monkeypatch: pytest.MonkeyPatch, outermost: bool) -> None:
     tensors, extents = layered(outermost)
-    for n, tensor in enumerate(tensors):
-        tensor.fill_(n)
     checked(monkeypatch, [*tensors, tensors[0]], extents, Released())  # Two layers share one.
-    for n, tensor in enumerate(tensors):
-        assert (tensor == n).all()
-    kernel = [tensor.reshape(BLOCKS * 2, -1) for tensor in tensors if tensor.is_contiguous()]
+    checked(monkeypatch, [(tensors[0],), *tensors[1:]], extents, Released())
+    heads = [tensor.view(BLOCKS, 4, -1).permute(0, 2, 1) for tensor in tensors]
+    checked(monkeypatch, heads, extents, Released())
+    kernel = [tensor.view(BLOCKS * 2, -1) for tensor in tensors if tensor.is_contiguous()]
     if kernel:
         checked(monkeypatch, kernel, extents, Released())
 
@@ -155,15 +152,14 @@ def shifted(extent: Extent, by: int) -> Extent:
     ],
     ids=["shifted", "next block", "short", "long", "stride", "a layer short", "elsewhere"],
 )
-def test_wrong_addresses_are_refused_and_the_memory_is_as_it_was(
+def test_wrong_addresses_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     outermost: bool,
     wrong: Callable[[list[Extent]], list[Extent]],
 ) -> None:
     tensors, extents = layered(outermost)
-    with pytest.raises(ProbeError, match="block 1 of layer0 is not at the address"):
+    with pytest.raises(ProbeError, match=r"block 1 of layer\d is not at the address"):
         checked(monkeypatch, tensors, wrong(extents), Released())
-    assert not any(tensor.any() for tensor in tensors)
 
 
 def test_blocks_that_are_not_first_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,16 +168,9 @@ def test_blocks_that_are_not_first_are_refused(monkeypatch: pytest.MonkeyPatch) 
         checked(monkeypatch, [tensor.T for tensor in tensors], extents, Released(), blocks=7)
 
 
-def test_memory_that_has_no_pages_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_not_given_back_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, extents = layered(outermost=False)
-    wrong = [shifted(extent, 2) for extent in extents]
-    checked(monkeypatch, tensors, wrong, NoPages(1))
-    away = Released()
-    away.released = (0, 1)
-    with pytest.raises(ProbeError, match="block 5 of layer0"):
-        checked(monkeypatch, tensors, wrong, away)
-    away.released = tuple(range(BLOCKS // 2))
-    checked(monkeypatch, tensors, wrong, away)
+    checked(monkeypatch, tensors, [shifted(extent, 2) for extent in extents], NoPages(1))
 
 
 def test_a_host_whose_probe_fails_serves_on_without_lending(
