@@ -18,7 +18,7 @@ rose scheduler \
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 trap 'exit 0' INT TERM
 
-# For prompts that are text add --tokenizer models/policy; prompts of token ids need none.
+# Add --tokenizer models/policy to accept text prompts.
 # A guest takes minutes to start, on a busy machine: turns wait for it, and for each version.
 rose gateway \
   --port 7450 \
