@@ -31,10 +31,11 @@ WHEELS: Final = (
 )
 """Requirements: the window's CPU builds, its oldest and newest for GPUs, and SGLang's."""
 TESTS: Final = [
-    f"tests/unit/executor/test_{name}.py"
+    f"tests/unit/executor/{name}.py"
     for name in (
-        *("guest_balloon", "granule_queue", "host_lending", "cuda_engine", "gpu_host"),
-        *("guest_borrows", "host_state_publisher", "vllm_host_plugin"),
+        *("guest/test_guest_balloon", "kv/test_granule_queue", "host/test_host_lending"),
+        *("gpu/test_cuda_engine", "gpu/test_gpu_host", "gpu/test_guest_borrows"),
+        *("host/test_host_state_publisher", "host/test_vllm_host_plugin"),
     )
 ]
 _OUTCOME = re.compile(r"(\d+) (passed|failed|error)")

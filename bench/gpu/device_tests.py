@@ -43,9 +43,9 @@ class DeviceTestGroup:
 
 GROUPS = (
     DeviceTestGroup(
-        "weights", f"{_UNIT}/weight_transfer/device_cases*.py", "weight_transfer.kernels", _NATIVE
+        "weights", f"{_UNIT}/*/kernels/device_cases*.py", "weight_transfer.kernels", _NATIVE
     ),
-    DeviceTestGroup("pages", f"{_UNIT}/executor/test_cuda_*.py", "cuda_cases", _CUDA),
+    DeviceTestGroup("pages", f"{_UNIT}/executor/gpu/test_cuda_*.py", "cuda_cases", _CUDA),
     DeviceTestGroup("memory", f"{_UNIT}/nvml/test_*.py", "NVML_DEVICE", (*_CUDA, "pynvml")),
 )
 

@@ -33,8 +33,8 @@ from executor.control_page.host_description import page_of
 from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec
 from rose.errors import EngineStartError
+from tests.fakes.cuda.standin_library import build
 from tests.harness.conversations import TEMPLATES
-from tests.harness.standin_library import build
 from tests.harness.tokenizer_kinds import save_byte_tokenizer, save_tokenizer
 
 # Half a minute on a quiet machine; beside other work a guest waits for what that leaves.

@@ -15,7 +15,7 @@ from rose.advise.page import page_of
 from rose.advise.usage import DeploymentUsage, PrometheusHistory, UsageStep, watched_usages
 from rose.cli.main import main as rose
 from rose.errors import ConfigError
-from tests.harness.prometheus import needs_prometheus, prometheus
+from tests.harness.programs.prometheus import needs_prometheus, prometheus
 
 NO_RULES = "groups: []\n"
 

@@ -11,7 +11,7 @@ from bench.coserve.records import read_run
 from bench.coserve.result import RESULT, build_result, render, verify, write_result
 from bench.coserve.rows import arm_of
 from rose.compare import bootstrap
-from tests.fakes.coserve_run import StandInBench
+from tests.fakes.bench.coserve_run import StandInBench
 
 
 @pytest.fixture(scope="module", autouse=True)

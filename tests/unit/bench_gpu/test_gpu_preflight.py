@@ -9,7 +9,7 @@ import pytest
 from bench.gpu.__main__ import main
 from bench.gpu.measure import PieceOrder
 from rose.nvml import CardReader
-from tests.fakes.gpu import StandInReader, card, usage
+from tests.fakes.bench.gpu import StandInReader, card, usage
 
 
 def refuse_to_measure(order: PieceOrder) -> NoReturn:

@@ -25,7 +25,7 @@ from bench.gpu.pieces import (
     updating_checks,
 )
 from bench.gpu.runner import Outcome, Runner, RunRequest, folder_of, read_done
-from tests.fakes.gpu import IDLE, MEASURED, StandInReader, card, usage
+from tests.fakes.bench.gpu import IDLE, MEASURED, StandInReader, card, usage
 
 COPY, KERNELS, UPDATE = pieces_of(("copy", "kernels", "update"))
 SERVED = pieces_of(("serve60", "bursts", "serve30", "serve90"))

@@ -11,7 +11,7 @@ from bench.coserve.records import CoserveRecords, read_run
 from bench.coserve.rows import Analysis, arm_of
 from bench.gpu.loads import card_rules, requests_wanted
 from bench.gpu.pieces import served_checks
-from tests.fakes.coserve_run import StandInBench
+from tests.fakes.bench.coserve_run import StandInBench
 
 Row = dict[str, Any]
 ROSE = ("paper-0.0", "adaptive-0.0", "paper-0.7", "adaptive-0.7")

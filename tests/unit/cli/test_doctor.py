@@ -30,7 +30,7 @@ from rose.cli.machine.doctor import (
 from rose.cli.main import main as rose
 from rose.engines import EngineKind
 from rose.engines.launch import BrokenPlugin, broken_plugins
-from tests.unit.node.found_hosts import FolderHost
+from tests.unit.node.host.found_hosts import FolderHost
 from tests.unit.node.node_bench import NodeBench
 
 

@@ -12,7 +12,7 @@ from rose.cli.machine.doctor import Diagnosis, Severity, gpu_checks
 from rose.node import HostConfig, NodeConfig
 from rose.node.guest.memory_gauges import Gpus
 from rose.nvml import CardError, CardReader, Client
-from tests.fakes.nvml import StandInReader, card, usage
+from tests.fakes.cuda.nvml import StandInReader, card, usage
 from tests.unit.node.node_bench import node_of_one
 
 GIB = 1 << 30

@@ -19,7 +19,7 @@ from rose.cli.main import main
 from rose.engines import EngineKind
 from rose.main.scheduler import settings_of
 from rose.node.config import NodeConfig
-from tests.fakes.nvml import card
+from tests.fakes.cuda.nvml import card
 from weight_transfer import SigningKey
 
 ROOT = Path(__file__).parents[3]

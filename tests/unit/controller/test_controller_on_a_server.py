@@ -25,7 +25,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.channel import make_channel
 from rose.rpc.rose_pb2_grpc import SchedulerStub
 from rose.store import StoreName
-from tests.harness.api_server import (
+from tests.harness.programs.api_server import (
     KUBECONFIG,
     MARKS,
     MERGE,

@@ -8,7 +8,7 @@ import pytest
 
 from bench.demo.report.report import write_report
 from rose.compare import bootstrap
-from tests.fakes.demo_run import StandInRun
+from tests.fakes.bench.demo_run import StandInRun
 
 
 @pytest.fixture(scope="package", autouse=True)

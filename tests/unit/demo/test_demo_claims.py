@@ -14,7 +14,7 @@ from bench.demo.report.claims import (
 )
 from bench.demo.report.records import read_records
 from rose.compare.bootstrap import Estimate
-from tests.fakes.demo_run import StandInRun
+from tests.fakes.bench.demo_run import StandInRun
 
 TTFT_P95 = "host does not notice: TTFT p95"
 TTFT_P50 = "host does not notice: TTFT p50"

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from bench.demo.report.report import verify, write_report
-from tests.fakes.demo_run import StandInRun
+from tests.fakes.bench.demo_run import StandInRun
 
 PROMISED = {
     "": "elapsed_s peak_memory_bytes cpu_s verdicts settings",

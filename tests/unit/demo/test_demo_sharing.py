@@ -10,7 +10,7 @@ from bench.demo.report.claims import DemoClaim, claims_of, exit_code
 from bench.demo.report.measures import guest_leases, job_measures, sharing
 from bench.demo.report.records import read_records
 from bench.demo.report.report import events, verify, write_report
-from tests.fakes.demo_run import StandInRun
+from tests.fakes.bench.demo_run import StandInRun
 
 A, B = "frozen-lake-1", "frozen-lake-2"
 EQUAL = ((A, 24.8), (B, 24.8), (A, 19.8), (B, 24.8), (A, 24.8))

@@ -113,7 +113,7 @@ def product() -> str:
 def names_of_tests() -> frozenset[str]:
     """Return the tests, and the variables that only they read."""
     text = sources(
-        "tests/engine/*.py", "tests/fuzz/*.py", "tests/trainers/*.py", "tests/unit/**/test_*.py"
+        "tests/engine/**/*.py", "tests/fuzz/*.py", "tests/trainers/*.py", "tests/unit/**/test_*.py"
     )
     files = {path.stem for path in (ROOT / "tests").rglob("*.py")}
     return frozenset(files.union(re.findall(r"(?<=def )test_\w+|ROSE_\w+", text)))

@@ -8,12 +8,12 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import aiohttp
-from wire_cases import VLLM, ask
 
 from elastic_scheduler import ReplicaKind
 from rose.gateway import Gateway, GatewaySettings, ReplicaEntry
 from tests.fakes.replica import StandInReplica
 from tests.harness.waiting import PATIENCE_S, until_async
+from tests.unit.gateway.wire_cases import VLLM, ask
 
 
 class TableGateway(Gateway):

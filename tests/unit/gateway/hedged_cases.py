@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
-from gateway_cases import base_url, begin, entry, gateway_with, until
-from wire_cases import VLLM, ask, tokens_of, vllm_body
 
 from rose.gateway import Gateway
 from tests.fakes.replica import StandInReplica
+from tests.unit.gateway.gateway_cases import base_url, begin, entry, gateway_with, until
+from tests.unit.gateway.wire_cases import VLLM, ask, tokens_of, vllm_body
 
 TOKENS = 24
 COUNT = list(range(101, 101 + TOKENS))

@@ -12,11 +12,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, gateway_with, until
-from wire_cases import VLLM, ask, vllm_body
 
 from rose.security.tokens import issue
 from tests.fakes.replica import StandInReplica
+from tests.unit.gateway.gateway_cases import base_url, entry, gateway_with, until
+from tests.unit.gateway.wire_cases import VLLM, ask, vllm_body
 from weight_transfer import SigningKey
 
 TURN, SESSION = "turn-1", "session-1"

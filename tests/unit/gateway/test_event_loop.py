@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
-from gateway_cases import calling, until
-from wire_cases import get
 
 from rose.gateway import event_loop
 from rose.gateway.event_loop import WINDOW_S, LoopLag, collect_in_small_steps, look_through_old
 from tests.harness.waiting import HandClock
+from tests.unit.gateway.gateway_cases import calling, until
+from tests.unit.gateway.wire_cases import get
 
 
 class _Cycle:

@@ -7,11 +7,11 @@ from unittest.mock import Mock
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, gateway_with, serving, until
-from wire_cases import VLLM, ask, vllm_body
 
 from rose.gateway import Gateway
 from rose.process.http_port import HEAD_GRACE_S, IDLE_S, QUIET_S, Connections, LimitLog
+from tests.unit.gateway.gateway_cases import base_url, gateway_with, serving, until
+from tests.unit.gateway.wire_cases import VLLM, ask, vllm_body
 
 HALF = b"POST /health HTTP/1.1\r\nHost: localhost\r\nX: "
 

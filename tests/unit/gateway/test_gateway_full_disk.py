@@ -8,9 +8,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import base_url, entry, failing_over, serving, until
-from hedged_cases import COUNT, hedged_case
-from wire_cases import VLLM, ask, get, tokens_of, vllm_body
 
 from rose.errors import RoseError
 from rose.gateway import Gateway, GatewaySettings
@@ -20,6 +17,9 @@ from rose.process import background_tasks
 from tests.fakes.replica import StandInReplica
 from tests.harness.processes import Forked
 from tests.harness.waiting import PATIENCE_S
+from tests.unit.gateway.gateway_cases import base_url, entry, failing_over, serving, until
+from tests.unit.gateway.hedged_cases import COUNT, hedged_case
+from tests.unit.gateway.wire_cases import VLLM, ask, get, tokens_of, vllm_body
 
 FULL = Path("/dev/full")
 

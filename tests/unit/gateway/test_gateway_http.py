@@ -2,8 +2,6 @@ import socket
 from typing import Any
 
 import pytest
-from gateway_cases import base_url, begin, calling, entry, failing_over, serving, until
-from wire_cases import VLLM, ask, get, vllm_body
 
 from rose.client import (
     GatewayUnavailable,
@@ -15,6 +13,16 @@ from rose.client import (
 )
 from rose.main.gateway import main
 from tests.fakes.replica import StandInReplica
+from tests.unit.gateway.gateway_cases import (
+    base_url,
+    begin,
+    calling,
+    entry,
+    failing_over,
+    serving,
+    until,
+)
+from tests.unit.gateway.wire_cases import VLLM, ask, get, vllm_body
 
 BODY = vllm_body(3, request_id="r")
 

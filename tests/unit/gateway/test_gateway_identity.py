@@ -9,8 +9,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from gateway_cases import entry, gateway_with, until
-from wire_cases import VLLM, vllm_body
 
 from rose.cli.cluster.explain import explain
 from rose.client import GatewayCredentials, RequestRefused, RolloutClient, Sampling
@@ -22,6 +20,8 @@ from rose.security.audit_log import verify
 from rose.security.tokens import issue
 from tests.fakes.replica import StandInReplica
 from tests.harness.certificates import Certificates
+from tests.unit.gateway.gateway_cases import entry, gateway_with, until
+from tests.unit.gateway.wire_cases import VLLM, vllm_body
 from weight_transfer import SigningKey
 
 JOB = "grpo"

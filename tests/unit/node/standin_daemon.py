@@ -11,7 +11,7 @@ from node_bench import stand_in
 from rose.main.node import main
 from rose.node import daemon
 from rose.node.guest.memory_gauges import Gpus
-from tests.fakes.nvml import CARD, StandInReader
+from tests.fakes.cuda.nvml import CARD, StandInReader
 
 journal = Path(sys.argv[1])
 stand_in(journal, setattr)

@@ -8,7 +8,7 @@ import pytest
 
 import rose.nvml
 from rose.nvml import CardError, Client, Nvml, card_of, insist_usable
-from tests.fakes.nvml import (
+from tests.fakes.cuda.nvml import (
     CARD,
     CLIENTS,
     IDLE,

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from tests.harness.prometheus import asked_by
+from tests.harness.programs.prometheus import asked_by
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "helm" / "rose" / "files" / "rules" / "rose.rules.yaml"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from operator_files import ROOT, script
 
-from tests.harness.prometheus import asked_by
+from tests.harness.programs.prometheus import asked_by
 
 reference = script("metrics_reference")
 

@@ -14,7 +14,7 @@ from rose.engines import launch, process_spec
 from rose.node.guest.memory_gauges import Gpus
 from rose.process.child import ProcessSpec
 from rose.profile.driver import add_options, spec_of
-from tests.fakes.nvml import StandInReader, card
+from tests.fakes.cuda.nvml import StandInReader, card
 
 Says = Callable[..., str]
 

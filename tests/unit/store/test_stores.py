@@ -27,7 +27,7 @@ from rose.store import (
 from rose.store.opening import StoreName
 from rose.store.sqlite import HEADER_BYTES, LeaseFile
 from tests.fakes.memory_store import InMemoryStore
-from tests.harness.etcd_cluster import needs_etcd, running_etcd
+from tests.harness.programs.etcd_cluster import needs_etcd, running_etcd
 from tests.harness.waiting import PATIENCE_S
 
 PREFIXES = (f"t{number}/" for number in itertools.count())

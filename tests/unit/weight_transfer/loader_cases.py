@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from weight_cases import chunks_of
 
+from tests.unit.weight_transfer.weight_cases import chunks_of
 from weight_transfer.apply.loader_map import LoaderMap
 from weight_transfer.apply.receiver import Receiver, StagedUpdate
 from weight_transfer.apply.trace_loader import trace_loader

@@ -11,8 +11,8 @@ from math import prod
 from pathlib import Path
 
 import numpy as np
-from weight_cases import tensor
 
+from tests.unit.weight_transfer.weight_cases import tensor
 from weight_transfer.apply.receiver import Receiver
 from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.format.manifest import Manifest

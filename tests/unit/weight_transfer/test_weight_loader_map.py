@@ -5,12 +5,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from loader_cases import FakeEngineModel, NormTransforming, checkpoint, everything, loaded
-from loader_cases import proved as prove
-from loader_cases import sparse_step as step_of
-from loader_cases import staged as staged_step
 
 from bench.demo.faulty_worker import permuted
+from tests.unit.weight_transfer.loader_cases import (
+    FakeEngineModel,
+    NormTransforming,
+    checkpoint,
+    everything,
+    loaded,
+)
+from tests.unit.weight_transfer.loader_cases import proved as prove
+from tests.unit.weight_transfer.loader_cases import sparse_step as step_of
+from tests.unit.weight_transfer.loader_cases import staged as staged_step
 from weight_transfer.apply.loader_map import LoaderMap
 from weight_transfer.apply.probe import Audit, judge
 from weight_transfer.apply.receiver import Receiver, StagedUpdate

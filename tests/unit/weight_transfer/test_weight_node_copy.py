@@ -14,10 +14,10 @@ from typing import Any
 import blake3
 import pytest
 from msgspec import structs
-from weight_cases import assert_holds, chunks_of, model, next_model
 
 from bench.weights.ranks import write_safetensors
 from tests.harness.processes import Forked
+from tests.unit.weight_transfer.weight_cases import assert_holds, chunks_of, model, next_model
 from weight_transfer import (
     ChunkStore,
     DigestMismatchError,

@@ -12,8 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
-from weight_cases import assert_holds, chunks_of, model, next_model, stepped
 
+from tests.unit.weight_transfer.weight_cases import (
+    assert_holds,
+    chunks_of,
+    model,
+    next_model,
+    stepped,
+)
 from weight_transfer.apply.receiver import Receiver, StagedUpdate
 from weight_transfer.catalog import ReaderPin
 from weight_transfer.chunk_store import ChunkStore

@@ -23,8 +23,8 @@ from shard_cases import (
     rows_only,
     weights,
 )
-from weight_cases import assert_holds, next_model, stepped, tensor
 
+from tests.unit.weight_transfer.weight_cases import assert_holds, next_model, stepped, tensor
 from weight_transfer.apply.receiver import Receiver
 from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import (

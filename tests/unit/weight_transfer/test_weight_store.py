@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from weight_cases import chunks_of, model, next_model
 
+from tests.unit.weight_transfer.weight_cases import chunks_of, model, next_model
 from weight_transfer import TensorBits, newest_version, restore
 from weight_transfer.chunk_store import ChunkStore, draft
 from weight_transfer.errors import (

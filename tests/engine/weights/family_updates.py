@@ -1,0 +1,269 @@
+"""Program: updates a real vLLM replica of each named family twice and says what came of it.
+
+`python -m tests.engine.weights.family_updates FOLDER NAME…` writes FOLDER/NAME.json. An engine
+starts in a process forked from this one, which has imported vLLM once. See `Outcome`.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from tests.engine.policy_versions import PolicyVersions
+from tests.engine.tiny_families import make_family
+from weight_transfer.apply.replica_weights import merged
+from weight_transfer.format.tensors import TensorBits, tensor_of
+
+PROMPTS = [[5 * k % 400 for k in range(40)], [(7 * k + 3) % 400 for k in range(100)]]
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "ROSE_POLICY_VERSION": "0",
+    "ROSE_ROLE": "dedicated",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "rose_unpacked",
+}
+
+
+@dataclass
+class Outcome:
+    """Result of a family's replica. refused: the line, if it was refused.
+
+    equal: after the updates it answers as a fresh engine does, tokens and log probabilities.
+    missed: kinds of weight of which a stale copy was proven. flipped: an audit's findings.
+    """
+
+    family: str
+    started: bool = False
+    refused: str = ""
+    updates: int = 0
+    equal: bool = False
+    missed: list[str] = field(default_factory=list)
+    flipped: list[str] = field(default_factory=list)
+
+    def row(self) -> str:
+        """Return the family's row of docs/models.md."""
+        if self.refused:
+            refused = re.sub(r"\[rose:\w+\] ", "", self.refused)
+            return f"| {self.family} | refused at start | {refused} |"
+        return f"| {self.family} | works | equal to a fresh engine after {self.updates} updates |"
+
+
+class Replica:
+    """A vLLM engine in this process, or with a process a rank, and its workers' weight methods."""
+
+    def __init__(self, folder: Path, family: str, ranks: int = 1, *, updatable: bool) -> None:
+        from vllm import LLM
+
+        extension = "weight_transfer.vllm.worker.WeightWorker" if updatable else ""
+        self._pooling = family == "reward"
+        self.engine: Any = LLM(
+            model=str(folder),
+            skip_tokenizer_init=not self._pooling,
+            enforce_eager=True,
+            dtype="bfloat16",
+            kv_cache_memory_bytes=96 << 20,
+            max_model_len=256,
+            max_num_seqs=8,
+            tensor_parallel_size=ranks,
+            distributed_executor_backend="mp" if ranks > 1 else UNIPROC,
+            logprobs_mode="processed_logprobs",
+            seed=0,
+            worker_extension_cls=extension,
+            runner="pooling" if self._pooling else "generate",
+        )
+
+    def call(self, method: str, *args: object) -> list[Any]:
+        """Return what each rank answers."""
+        return list(self.engine.collective_rpc(f"rose_weights_{method}", args=args))
+
+    def answers(self) -> list[Any]:
+        from vllm import SamplingParams
+
+        self.engine.reset_prefix_cache()
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        if self._pooling:
+            scored = self.engine.encode(prompts, pooling_task="classify", use_tqdm=False)
+            return [answer.outputs.data.tolist() for answer in scored]
+        sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=1)
+        sampling.detokenize = False
+        outputs = self.engine.generate(prompts, sampling, use_tqdm=False)
+        return [
+            [
+                (token, chances[token].logprob)
+                for token, chances in zip(o.token_ids, o.logprobs, strict=True)
+            ]
+            for o in (answer.outputs[0] for answer in outputs)
+        ]
+
+    def update(self, paths: dict[str, str], attempt: str) -> dict[str, Any]:
+        decode = ("decode", [paths["manifest"]], paths["chunks"], attempt)
+        while not all(answer["done"] for answer in self.call(*decode)):
+            time.sleep(0.01)
+        self.call("load")
+        report = merged(self.call("commit"))
+        self.call("settle")
+        return report
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.engine.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+
+def changed(tensors: dict[str, TensorBits], seed: int) -> dict[str, TensorBits]:
+    """A twentieth of all weights, changed a little."""
+    rng = np.random.default_rng(seed)
+    new = {}
+    for name, tensor in tensors.items():
+        bits = tensor.bits.copy()
+        chosen = rng.random(bits.size) < 0.05
+        chosen[:1] |= bits.size < 40
+        # Low bits alone: no weight becomes infinite or no number.
+        top = {1: 4, 2: 60, 4: 1 << 21}[bits.itemsize]
+        flips = rng.integers(1, top, int(chosen.sum())).astype(bits.dtype)
+        if tensor.dtype.startswith("float8"):
+            flips[(bits[chosen] & 0x78) == 0x78] = 0
+        bits[chosen] ^= flips
+        new[name] = TensorBits(name, tensor.dtype, tensor.shape, bits)
+    return new
+
+
+def negated(tensors: dict[str, TensorBits], kind: str) -> dict[str, TensorBits]:
+    """Every second weight of one kind with its highest bit flipped."""
+    new = dict(tensors)
+    for name, tensor in tensors.items():
+        if kind_of(name) == kind:
+            bits = tensor.bits.copy()
+            bits[::2] ^= bits.dtype.type(1 << (8 * bits.itemsize - 1))
+            new[name] = TensorBits(name, tensor.dtype, tensor.shape, bits)
+    return new
+
+
+def kind_of(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", "", name)
+
+
+def outcome(name: str, folder: Path) -> Outcome:
+    """Start, update twice, plant a stale copy of each kind, compare with a fresh engine.
+
+    `name`: a family, with "@2" for two ranks of tensor parallelism, which get no stale copies.
+    """
+    result = Outcome(name)
+    family, _, suffix = name.partition("@")
+    ranks = int(suffix or 1)
+    model = make_family(family, folder / "model")
+    versions = PolicyVersions(folder / "versions", model)
+    replica = Replica(model, family, ranks, updatable=True)
+    result.started = True
+    before = replica.answers()
+    try:
+        (folder / "ranks").mkdir(mode=0o700)
+        place = str(folder / "ranks" / "engine") if ranks > 1 else None
+        replica.call("init", str(model), versions.key.verify_key.hex, None, place)
+        for seed in (1, 2):
+            report = replica.update(versions.next(changed(versions.active, seed)), f"a{seed}")
+            if not (report["digest_ok"] and report["probe_ok"]):
+                raise AssertionError(f"version {seed} is not proven: {report}")
+            result.updates = report["version"]
+    except Exception as error:
+        result.refused = str(error).splitlines()[0]
+        return result
+    after = replica.answers()
+    assert after != before
+    result.flipped = audit(replica)
+    result.missed = stale(replica, versions) if ranks == 1 else []
+    replica.close()
+    result.equal = after == fresh_answers(family, model, versions, folder / "fresh", ranks)
+    return result
+
+
+def audit(replica: Replica) -> list[str]:
+    from weight_transfer.apply.probe import Part, judge
+
+    parts = [part for answer in replica.call("audit", 1 << 62, True) for part in answer["parts"]]
+    expected = replica.call("digests")[0]
+    read = (Part(name, tuple(key), size, total) for name, key, size, total in parts)
+    return list(judge(read, expected["digests"], expected["elements"]).flipped)
+
+
+def stale(replica: Replica, versions: PolicyVersions) -> list[str]:
+    """Return the first kind of which an update that wrote nothing was proven."""
+    from weight_transfer.apply import replica_weights
+
+    parent, active = versions.version, versions.active
+    for number, kind in enumerate(sorted(set(map(kind_of, active))), parent + 1):
+        versions.publisher.publish(number, parent, active, negated(active, kind))
+        with (
+            patch.object(replica_weights, "write", lambda _: ()),
+            patch.object(replica_weights.OpaqueCopy, "write", lambda _: ()),
+        ):
+            report = replica.update(versions.paths(number), kind)
+        if report["probe_ok"]:
+            return [kind]
+    return []
+
+
+def fresh_answers(
+    family: str, model: Path, versions: PolicyVersions, folder: Path, ranks: int
+) -> list[Any]:
+    from safetensors.torch import save_file
+
+    shutil.copytree(model, folder)
+    tensors = {name: tensor_of(bits).clone() for name, bits in versions.active.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = Replica(folder, family, ranks, updatable=False)
+    return engine.answers()
+
+
+def main(folder: Path, families: list[str]) -> None:
+    os.environ.update(ENVIRONMENT)
+    import torch
+    import vllm
+    from vllm.model_executor.models import registry
+
+    from weight_transfer.apply.staging import warm_kernels
+
+    torch.set_num_threads(1)
+    # Forked processes inspect models themselves rather than start a Python for it.
+    registry._run_in_subprocess = lambda run: run()
+    samples = (("bfloat16", np.uint16), ("float32", np.uint32), ("uint8", np.uint8))
+    zeros = {d: TensorBits(d, d, (64, 64), np.zeros(4096, bits)) for d, bits in samples}
+    warm_kernels(zeros, torch.device("cpu"))
+    assert vllm.LLM
+    for family in families:
+        child = os.fork()
+        if not child:
+            work = folder / family
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            try:
+                result = outcome(family, work)
+            except BaseException as error:
+                text = str(error).splitlines() or [""]
+                result = Outcome(family, refused=f"{type(error).__name__}: {text[0]}")
+            shutil.rmtree(work)
+            (folder / f"{family}.json").write_text(json.dumps(asdict(result)))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            ended = Outcome(family, refused=f"its process ended with {status}")
+            (folder / f"{family}.json").write_text(json.dumps(asdict(ended)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
