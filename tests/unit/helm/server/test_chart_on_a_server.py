@@ -1,8 +1,8 @@
 """Install, test, upgrade, rollback and uninstall, on a real API server.
 
 tests/harness/programs/api_server.py says which; it serves batch/v1 too. It needs no controllers:
-what would run jobs and pods is stood in for here. A server without CronJobs of batch/v1 or policy/v1 gets the
-chart without those objects.
+what would run jobs and pods is stood in for here. A server without CronJobs of batch/v1 or
+policy/v1 gets the chart without those objects.
 """
 
 import base64
