@@ -27,8 +27,11 @@ def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
         help=f"several with commas find the one that leads (ROSE_SCHEDULER or {DEFAULT_SCHEDULER})",
     )
     add_certificate_options(parser)
-    # A pod for an operator's commands sets them; argparse reads them as paths.
-    parser.set_defaults(**{name: os.environ.get(f"ROSE_{name.upper()}") for name in PATHS})
+    # A pod for an operator's commands sets them; argparse reads them as paths. A trainer's ROSE_KEY
+    # signs weights, and its ROSE_CA may be all that it has.
+    if "ROSE_CERTIFICATE" in os.environ:
+        names = ("ROSE_CA", "ROSE_CERTIFICATE", "ROSE_CERTIFICATE_KEY")
+        parser.set_defaults(**dict(zip(PATHS, map(os.environ.get, names), strict=True)))
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:

@@ -352,5 +352,27 @@ def test_bash_completes_commands_options_and_choices(tmp_path: Path) -> None:
     assert completed("status", "-o", "") == {"table", "json", "yaml"}
 
 
+@pytest.mark.parametrize(
+    ("variables", "certificates"),
+    [
+        (("KEY",), (None, None, None)),  # it signs a trainer's weights
+        (("KEY", "CA"), (None, None, None)),  # of gateways that trust tokens
+        (
+            ("KEY", "CA", "CERTIFICATE", "CERTIFICATE_KEY"),
+            (Path("CA"), Path("CERTIFICATE"), Path("CERTIFICATE_KEY")),
+        ),
+    ],
+)
+def test_a_trainers_variables_are_no_certificates_of_an_operator(
+    variables: tuple[str, ...],
+    certificates: tuple[Path | None, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in variables:
+        monkeypatch.setenv(f"ROSE_{name}", name)
+    args = parser_of("status").parse_args([])
+    assert (args.ca, args.certificate, args.key) == certificates
+
+
 def test_a_processes_parser_is_had_without_running_it() -> None:
     assert set(commands_of(parser_of("token"))) == {"key", "issue"}
