@@ -98,9 +98,7 @@ class _Host:
 
 
 class BudgetHold:
-    """Holds of nodes whose hosts burn their SLO budget, and of deployments with several such
-    nodes.
-    """
+    """Holds of nodes whose hosts burn their SLO budget, and of deployments with several."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, _Host] = {}
@@ -144,9 +142,7 @@ class BudgetHold:
             del self._hosts[node]
 
     def status(self) -> dict[str, str]:
-        """Return, by node name, why each held node is held: its own burn rate, or its
-        deployment's.
-        """
+        """Return, by node, why each held node is held: its own burn rate, or a deployment's."""
         own = {node: host.held for node, host in self._hosts.items() if host.held is not None}
         by_deployment = {
             node: self._deployments[name]
@@ -279,9 +275,7 @@ class BudgetHold:
 
 
 def _serve_each(node: _Host, hosts: Mapping[str, tuple[int, int]], now_s: float) -> None:
-    """Add each host's requests to its own budget; drop hosts that were silent for the longest
-    window.
-    """
+    """Add each host's requests to its own budget; drop hosts silent for the longest window."""
     for name, (good, bad) in hosts.items():
         one = node.hosts.get(name)
         if one is None:

@@ -143,9 +143,7 @@ _COLUMNS: Final = (
 
 
 def crd_schema() -> dict[str, Any]:
-    """Return the structural schema (OpenAPI v3) of a policy object's spec: all fields but the
-    name.
-    """
+    """Return the structural schema (OpenAPI v3) of a policy's spec: all fields but the name."""
     spec = structural(CapacityPolicy)
     del spec["properties"]["name"]
     spec["required"] = [name for name in spec.get("required", []) if name != "name"]

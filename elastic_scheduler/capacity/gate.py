@@ -65,9 +65,7 @@ JUDGE_BUDGETS_S: Final = 5.0
 
 
 def cli_policy() -> CapacityPolicy:
-    """Return the policy `cli`, which allows all lending, so that the operator's mode alone
-    decides.
-    """
+    """Return the policy `cli`, which allows all lending: the operator's mode alone decides."""
     return CapacityPolicy.model_validate(
         {
             "name": CLI,
@@ -162,9 +160,7 @@ class CapacityNote:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """Action: store that a policy's canary is halted, which lasts until the policy is applied
-    again.
-    """
+    """Action: store that a policy's canary is halted, until the policy is applied again."""
 
     policy: str
     why: str
@@ -418,15 +414,11 @@ class CapacityGate:
         )
 
     def may_lease(self, offer: Offer) -> bool:
-        """Return True if a replica without a lease may get one: it is healthy and its mode allows
-        it.
-        """
+        """Return True if a replica may get a lease: it is healthy and its mode allows it."""
         return offer.healthy and self._allows(offer, HarvestMode.ACTIVE)
 
     def cooldown_s(self, node: str) -> float:
-        """Return the least seconds from a revocation to the next lease on a node, by its
-        policies.
-        """
+        """Return the least seconds from a revocation to the next lease on a node, by policies."""
         return self.verdict(node).policy.cooldown_s
 
     def weight_of(self, job: str) -> float:
@@ -490,9 +482,7 @@ class CapacityGate:
         return [*map(_noted, changes)]
 
     def _halts(self, change: HoldChange) -> list[CapacityNote | Halt]:
-        """Halt every partial canary that a burning host was part of; return halts and log
-        records.
-        """
+        """Halt partial canaries that a burning host was part of; return halts and log records."""
         if not change.begins or change.deployment is not None:
             return []
         acts: list[CapacityNote | Halt] = []

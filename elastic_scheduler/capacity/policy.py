@@ -93,9 +93,7 @@ def bytes_text(count: int) -> str:
 
 
 def count_or_share(value: object) -> int | str:
-    """Return the value if it is a count as `3` or a share as `25%`. Raises ValueError for
-    others.
-    """
+    """Return the value if it is a count as `3` or a share as `25%`. Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = _PERCENT.fullmatch(value) if isinstance(value, str) else None

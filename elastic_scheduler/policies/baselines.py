@@ -97,9 +97,7 @@ class PaperPolicy(_WithoutLearning):
         self._step: dict[str, int] = {}
 
     def decide(self, situation: Situation) -> LeaseDecision:
-        """Return leases of all free dedicated replicas, and of guests for jobs that are not
-        frozen.
-        """
+        """Return leases of all free dedicated replicas, and of guests for jobs not frozen."""
         self._step = {job.job: job.step for job in situation.jobs}
         growing = tuple(
             job for job in situation.jobs if self._frozen_step.get(job.job, -1) < job.step

@@ -126,9 +126,7 @@ class SwitchCosts:
             del self._measured_s[next(iter(self._measured_s))]
 
     def expected_s(self, offer: Offer, switch: SwitchKind = SwitchKind.NONE) -> float:
-        """Return the seconds that such a switch of the replica will take; a default if
-        unmeasured.
-        """
+        """Return the seconds that such a switch of the replica will take, or a default."""
         measured_s = self._measured_s.get(
             (offer.replica, switch), self._kinds_s.get((offer.kind, switch))
         )
@@ -157,9 +155,7 @@ class Supply:
         )
 
     def minus(self, offer: Offer) -> "Supply":
-        """Return the sum over these replicas without one of them; exactly zero without the last
-        one.
-        """
+        """Return the sum over these replicas without one of them; zero without the last one."""
         if self.count <= 1:
             return Supply()
         return Supply(
@@ -216,9 +212,7 @@ class FairShares:
         self._meant: dict[str, tuple[str, float]] = {}
 
     def meant_for(self, replica: str, now_s: float) -> str | None:
-        """Return the job for which a free replica was revoked in the last 30 s, None if any may
-        have it.
-        """
+        """Return the job for which a free replica was revoked in the last 30 s, else None."""
         job, since_s = self._meant.get(replica, ("", now_s))
         return job if job and now_s < since_s + MEANT_S else None
 
@@ -454,9 +448,7 @@ class RosePolicy:
         self._costs.observe(offer, took_s, switch)
 
     def _take_all(self, jobs: list[JobDemand], situation: Situation) -> list[Move]:
-        """Return leases of free replicas, one after the other to the job next in order that can use
-        one.
-        """
+        """Return leases of free replicas, each to the job next in order that can use one."""
         free = {offer.replica: offer for offer in situation.free}
         if not free:
             return []
@@ -496,9 +488,7 @@ class RosePolicy:
         mine: "_Owned",
         now_s: float,
     ) -> Move | None:
-        """Return the lease of the first of the ranked replicas that is worth it for the job, else
-        None.
-        """
+        """Return the lease of the first ranked replica that is worth it for the job, or None."""
         most = min(job.max_guests, self._allowance(job.job).limit(now_s))
         for offer in ranked:
             if offer.replica not in free or not offer.serves(job.model):
@@ -602,9 +592,7 @@ class _Owned:
 
 
 def _idles(dedicated: Holding, demand: Mapping[str, JobDemand], poor: list[JobDemand]) -> bool:
-    """Return True if a dedicated replica's job has no work while another job could use the
-    replica.
-    """
+    """Return True if a dedicated replica's job has no work while another could use it."""
     job = demand.get(dedicated.job)
     if job is not None and job.turns > 0:
         return False

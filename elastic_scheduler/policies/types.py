@@ -99,9 +99,7 @@ class Policy(Protocol):
         """Learn that a node took a replica back from a job that had `held` guests until then."""
 
     def switched(self, offer: Offer, took_s: float, switch: SwitchKind = SwitchKind.NONE) -> None:
-        """Learn that a leased replica took `took_s` seconds to its first token, after that
-        switch.
-        """
+        """Learn that a leased replica took `took_s` seconds to its first token after a switch."""
 
 
 def policy_names() -> tuple[str, ...]:

@@ -189,9 +189,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of a parser's commands by name; changes of this dictionary change the
-    parser.
-    """
+    """Return the parsers of a parser's commands by name; changing the dictionary changes it."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices

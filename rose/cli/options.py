@@ -17,9 +17,7 @@ MOST_METRICS_BYTES: Final = 16 << 20
 
 
 def add_scheduler_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--scheduler` and the certificate options to a parser, by default as the environment has
-    them.
-    """
+    """Add `--scheduler` and the certificate options, by default as the environment says."""
     parser.add_argument(
         "--scheduler",
         default=os.environ.get("ROSE_SCHEDULER", DEFAULT_SCHEDULER),

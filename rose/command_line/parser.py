@@ -21,9 +21,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def add_commands(self) -> "argparse._SubParsersAction[Parser]":
-        """Add a required command to this parser; return the action to which its commands are
-        added.
-        """
+        """Add a required command; return the action to which its commands are added."""
         return self.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def format_help(self) -> str:
@@ -45,9 +43,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with argparse's message, the nearest known word, and a hint at
-        --help.
-        """
+        """Raise ConfigError with argparse's message, the nearest known word, and --help."""
         raise ConfigError(f"{self._explained(message)}; see `{self.prog} --help`")
 
     def _explained(self, message: str) -> str:
@@ -65,9 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_insecure(parser: argparse.ArgumentParser) -> None:
-    """Add `--insecure` to a parser: it allows a port without authentication on an address of the
-    network.
-    """
+    """Add `--insecure`, which allows a port of the network without authentication."""
     what = "serve an address of the network, though nobody is asked who he is"
     parser.add_argument("--insecure", action="store_true", help=what)
 

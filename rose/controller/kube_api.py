@@ -40,9 +40,7 @@ NO_DEFINITION: Final = (
 
 
 class ApiError(UnavailableError):
-    """Error of a refused or unanswered call of the API server; code: HTTP status, 0 if
-    unanswered.
-    """
+    """Error of a refused or unanswered call of the API server; code: HTTP's, 0 for none."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -50,9 +48,7 @@ class ApiError(UnavailableError):
 
 
 class KubeApi:
-    """Blocking client of the Kubernetes API server for policy objects, their statuses and
-    events.
-    """
+    """Blocking client of the API server for policy objects, their statuses and events."""
 
     def __init__(self, pool: Any, configuration: Any) -> None:  # noqa: ANN401 - of the client
         self._pool, self._configuration = pool, configuration
@@ -100,9 +96,7 @@ class KubeApi:
         return self._read("GET", NODES, accept=METADATA)
 
     def write_status(self, name: str, resource_version: str, status: Mapping[str, object]) -> None:
-        """Write an object's status. Raises ApiError, with code 409 if the object has changed
-        since.
-        """
+        """Write an object's status. Raises ApiError, 409 if the object has changed since."""
         body = {"metadata": {"resourceVersion": resource_version}, "status": status}
         self._read("PATCH", f"{PATH}/{name}/status", body, content=MERGE)
 
@@ -242,9 +236,7 @@ def _named(merged: Mapping[str, Any], kind: str, name: object) -> Mapping[str, A
 
 
 def _refusal(code: int, path: str, data: bytes) -> ApiError:
-    """Return the error for an HTTP status that is not a success, with what an operator should
-    do.
-    """
+    """Return the error for an HTTP status of a refusal, with what an operator should do."""
     try:
         message = str(json.loads(data).get("message", ""))
     except (ValueError, AttributeError, RecursionError):  # it is a refusal, whatever is in it

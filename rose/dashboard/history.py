@@ -142,17 +142,13 @@ class RequestLedger:
         return DeploymentUsage(name, "", MINUTE_S, span_s, tuple(steps)) if steps else None
 
     def spent(self, minute: int, minutes: int) -> tuple[RequestCounts, RequestCounts]:
-        """Return the counts of the last `minutes` until `minute`: with a leased guest, and
-        without.
-        """
+        """Return counts of the last `minutes` until `minute`: with a leased guest, and without."""
         counts = (counts for at, *counts in self._minutes if at > minute - minutes)
         good, bad, alone_good, alone_bad = map(sum, zip((0,) * 4, *counts, strict=True))
         return RequestCounts(good, bad), RequestCounts(alone_good, alone_bad)
 
     def burn(self, minute: int, minutes: int) -> float | None:
-        """Return the SLO burn rate over the last `minutes` until `minute`; None without
-        requests.
-        """
+        """Return the SLO burn rate of the last `minutes` until `minute`; None without requests."""
         lent, alone = self.spent(minute, minutes)
         good, bad = lent.good + alone.good, lent.bad + alone.bad
         return burnt(good, bad, self.objective) if good + bad else None
@@ -213,9 +209,7 @@ class History:
         return self._at(order), self._fleet.read(order)
 
     def node(self, name: str) -> tuple[Points, list[Points]]:
-        """Return the sample times and a node's lines (`NODE_LINES`), all None for an unknown
-        node.
-        """
+        """Return the sample times and a node's lines (`NODE_LINES`); all None if unknown."""
         order = self._order()
         known = self._nodes.get(name)
         if known is None:
@@ -223,16 +217,12 @@ class History:
         return self._at(order), known.ring.read(order)
 
     def changes(self, name: str) -> tuple[ModeChange, ...]:
-        """Return the latest changes of the modes of a node's guests, newest first; () if
-        unknown.
-        """
+        """Return the latest changes of modes of a node's guests, newest first; () if unknown."""
         known = self._nodes.get(name)
         return tuple(reversed(known.changes)) if known else ()
 
     def tok_s(self, name: str) -> float | None:
-        """Return the tokens per second of the node's guests at the newest sample, None if
-        unknown.
-        """
+        """Return the tokens per second of the node's guests at the newest sample; or None."""
         known = self._nodes.get(name)
         return known.tok_s if known else None
 
@@ -331,9 +321,7 @@ class History:
 
 
 def is_late(node: NodeSeen) -> bool:
-    """Return True if the p95 latency of the node's host misses its target, over 20 requests or
-    more.
-    """
+    """Return True if the p95 latency of a node's host misses its target, by 20 requests or more."""
     if not node.telemetry.HasField("host"):
         return False
     host = node.telemetry.host

@@ -202,9 +202,7 @@ class Model:
 
     @cached_property
     def lendable_gpus(self) -> float | None:
-        """Compute that nodes lend now, or would lend, in whole hosts; None if no node reports
-        it.
-        """
+        """Compute that nodes lend now, or would lend, in whole hosts; None if none reports it."""
         return known_sum(row.seen.advice.now.compute for row in self.nodes if row.seen)
 
     @cached_property
@@ -221,16 +219,12 @@ class Model:
 
     @cached_property
     def holds(self) -> Mapping[str, int]:
-        """Number of nodes by the kind of limit that holds them back; a node counts once for
-        each.
-        """
+        """Number of nodes by the kind of limit that holds them back; a node counts for each."""
         return dict(self.seen.held.most_common())
 
     @cached_property
     def leases(self) -> tuple[tuple[LeaseSeen, str, str], ...]:
-        """Each lease with its node and the node's state; those of silent nodes and of none
-        first.
-        """
+        """Each lease with its node and the node's state; of silent nodes and of none first."""
         found = [
             (lease, row.name, row.state, row.rank) for row in self.nodes for lease in row.leases
         ]
@@ -245,9 +239,7 @@ class Model:
 
     @cached_property
     def versions(self) -> Mapping[str, Counter[int]]:
-        """Number of leased replicas by versions behind the newest, by job; -1: another job's
-        weights.
-        """
+        """Number of leased replicas by versions behind the newest, by job; -1: other weights."""
         jobs = {job.record.job: job for job in self.seen.jobs}
         found: dict[str, Counter[int]] = {name: Counter() for name in jobs}
         offers = {offer.replica: offer for node in self.seen.nodes for offer in node.offers}

@@ -111,9 +111,7 @@ class Page:
         self.html = ""
 
     def render(self, template: str, at_s: float, cluster: str = "", **context: object) -> "Page":
-        """Set the page's HTML from the template, and return the page; at_s: Unix seconds of the
-        figures.
-        """
+        """Set the page's HTML from the template; return the page. at_s: Unix time of figures."""
         path = self.at.partition("?")[0]
         here = "/nodes" if path == "/node" else path
         self.html = (
@@ -203,17 +201,13 @@ def assets() -> Mapping[str, tuple[bytes, str]]:
 
 @cache
 def asset(name: str) -> str:
-    """Return a static file's address, which has a digest of its bytes so that browsers may keep
-    it.
-    """
+    """Return a static file's address, with a digest of its bytes so that browsers keep it."""
     return f"/static/{name}?v={hashlib.blake2b(assets()[name][0], digest_size=6).hexdigest()}"
 
 
 @cache
 def environment() -> jinja2.Environment:
-    """Return the Jinja environment of the templates, with the figures' formats as filters;
-    cached.
-    """
+    """Return the templates' Jinja environment, with figures' formats as filters; cached."""
     made = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__, "templates"),
         autoescape=True,

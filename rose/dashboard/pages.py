@@ -319,9 +319,7 @@ def missed(spent: RequestCounts) -> str:
 
 
 def strip(behind: Mapping[int, int]) -> str:
-    """Return replicas by the number of versions they are behind, as text: `3 newest, 1 behind by
-    2`.
-    """
+    """Return replicas by versions that they are behind, as `3 newest, 1 behind by 2`."""
     parts = [
         f"{number} {'of other weights' if lag < 0 else f'behind by {lag}' if lag else 'newest'}"
         for lag, number in sorted(behind.items())

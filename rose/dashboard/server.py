@@ -92,9 +92,7 @@ def add_dashboard_options(parser: argparse.ArgumentParser) -> None:
 
 
 def taken_dashboard(args: argparse.Namespace) -> DashboardSettings | None:
-    """Return the dashboard's settings in parsed options, None without a port. Raises
-    ConfigError.
-    """
+    """Return the dashboard's settings, None without a port. Raises ConfigError."""
     if args.dashboard_port is None:
         for name in ("dashboard_token_file", "prometheus"):
             if getattr(args, name):
@@ -222,9 +220,7 @@ class DashboardServer:
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return the handler's reply with security headers, or an error to readers without
-        access.
-        """
+        """Return the handler's reply with security headers, or an error without access."""
         try:
             self._access.check(request)
             response = await handler(request)

@@ -96,9 +96,7 @@ class Watch:
         return self._viewers
 
     def poke(self) -> None:
-        """Ask for a snapshot at once, because something to show changed; call it on the event
-        loop.
-        """
+        """Ask, on the event loop, for a snapshot at once: something to show changed."""
         self._poked.set()
 
     def telling(self, sink: AuditSink) -> AuditSink:

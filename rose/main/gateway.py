@@ -19,9 +19,7 @@ parser = gateway_parser
 
 
 def main(argv: list[str]) -> int:
-    """Run a gateway until SIGTERM or SIGINT, then return 0; write one line and return 2 for a
-    RoseError.
-    """
+    """Run a gateway until SIGTERM or SIGINT; return 0, or 2 after one line of a RoseError."""
     try:
         start_logging("gateway", argv)
         raise_descriptor_limit()

@@ -491,9 +491,7 @@ async def _run(settings: SchedulerSettings) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a scheduler until SIGTERM or SIGINT, then return 0; write one line and return 2 for a
-    RoseError.
-    """
+    """Run a scheduler until SIGTERM or SIGINT; return 0, or 2 after a line of a RoseError."""
     try:
         start_logging("scheduler", argv)
         asyncio.run(_run(settings_of(argv)))

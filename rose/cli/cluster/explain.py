@@ -67,9 +67,7 @@ def explain(
 
 
 def line_of(decision: "Choosing") -> str:
-    """Return one placement as a line: `12.0 s ago  q1  -> guest-0: cheapest; 9 tokens expected
-    (…)`.
-    """
+    """Return a placement as a line: `12.0 s ago  q1  -> guest-0: cheapest; 9 tokens (…)`."""
     cheapest = sorted(decision.weighed, key=lambda pair: pair[1])[:SHOWN]
     costs = ", ".join(f"{name} {cost_s:.3g} s" for name, cost_s in cheapest)
     long = ", likely among the longest" if decision.is_long else ""

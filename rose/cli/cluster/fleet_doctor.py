@@ -24,9 +24,7 @@ def diagnose_fleet(client: PolicyClient) -> Iterator[Diagnosis]:
 
 
 def fleet_checks(fleet: Fleet, policies: Sequence[pb.PolicyView]) -> Iterator[Diagnosis]:
-    """Yield findings about one snapshot of a cluster: scheduler, policies, nodes, hosts, jobs,
-    engines.
-    """
+    """Yield findings about a snapshot of a cluster: scheduler, policies, nodes, jobs, …"""
     for checks in (
         _scheduler(fleet),
         _policies(fleet, policies),

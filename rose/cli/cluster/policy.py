@@ -334,9 +334,7 @@ def _read(file: Path) -> "tuple[CapacityPolicy, ...]":
 
 
 def _paths(value: dict[str, Any]) -> dict[str, str]:
-    """Return every field of a policy by its dotted path, with values as text (JSON if they are not
-    text).
-    """
+    """Return every field of a policy by its dotted path, with values as text, or as JSON."""
     return {
         path: text if isinstance(text, str) else json.dumps(text) for path, text in _leaves(value)
     }

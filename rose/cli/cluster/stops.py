@@ -104,9 +104,7 @@ def _stop(args: argparse.Namespace) -> int:
 
 
 def _look_for(client: PolicyClient, replica: str) -> None:
-    """Print a note if no replica of this name exists now: its stop is kept, but the name may be a
-    typo.
-    """
+    """Print a note if no replica of this name exists now: the kept name may be a typo."""
     if not replica:
         return
     try:

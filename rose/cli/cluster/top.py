@@ -46,9 +46,7 @@ SPARE: Final = ("KV", "TPOT P95/TARGET", "TOKENS/S", "LOAD")
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Snapshot of the fleet, and the tokens per second of each replica since the snapshot
-    before.
-    """
+    """Snapshot of the fleet, and each replica's tokens per second since the one before."""
 
     fleet: Fleet
     tok_s: dict[str, float]
@@ -117,9 +115,7 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def frame_view(frame: Frame, node: str) -> View:
-    """Return a view of a frame with rows of all nodes, or of the one named `node`, the most urgent
-    first.
-    """
+    """Return a view of a frame: rows of all nodes, or of `node`; the most urgent first."""
     nodes = [each for each in frame.fleet.nodes if node in ("", each.name)]
     replicas = frame.fleet.by_node()
     rows = [
@@ -149,18 +145,14 @@ def fitted_view(view: View, height: int) -> RenderableType:
 
 
 def _urgency(node: NodeStatus) -> tuple[float, str]:
-    """Return a sort key that puts nodes with hosts beyond or near their targets first, then by
-    name.
-    """
+    """Return a sort key: nodes with hosts beyond or near their targets first, then by name."""
     return -node.strain, node.name
 
 
 def node_rows(
     frame: Frame, node: NodeStatus, replicas: Sequence[ReplicaRow]
 ) -> Iterator[tuple[Said, ...]]:
-    """Yield a row for each of the node's hosts (one without any), then one for each of its
-    replicas.
-    """
+    """Yield a row for each of the node's hosts, one without any, and for each replica."""
     total = sum(frame.tok_s.get(each.name, 0.0) for each in replicas)
     for host in node.hosts or (None,):
         busy = host.busy_share if host else None

@@ -109,9 +109,7 @@ class Bundle:
         self.known.update(line for line in lines if len(line) >= LEAST_SECRET)
 
     def written(self) -> Iterator[tuple[str, bytes]]:
-        """Yield the name and redacted content of every file of the archive, `manifest.json`
-        first.
-        """
+        """Yield name and redacted content of every file of the archive, `manifest.json` first."""
         said = {name: redacted(why, self.known) for name, why in self.missing.items()}
         manifest = {
             "made_at": utc_text(time.time()),
@@ -124,9 +122,7 @@ class Bundle:
 
 
 def redacted(text: str, known: "set[str] | frozenset[str]" = frozenset()) -> str:
-    """Return the text with all known secrets, and all that looks like a secret, replaced by `(left
-    out)`.
-    """
+    """Return the text with all that is or looks like a secret replaced by `(left out)`."""
     for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, LEFT_OUT)
     for pattern in SECRETS:
