@@ -318,7 +318,7 @@ def _document(view: View, form: Format) -> str:
 
 # ---- figures, each written the same everywhere ----
 
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def bytes_of(amount: float | None) -> str:

@@ -21,12 +21,11 @@ from urllib.parse import urlencode
 import jinja2
 from markupsafe import Markup, escape
 
-from rose.command_line.output import bytes_of
-
 TYPES: Final = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 Tone: TypeAlias = Literal["", "good", "warn", "bad", "quiet"]
 """Colour of a cell, whose text says the same: colour is never alone."""
 NO_DATA: Final = "no data"
+_SIZES: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _HEAD, _HEAD_END = Markup('<th scope="row">'), Markup("</th>")
 _CELL_END = Markup("</td>")
 _CELLS: Final = {kind: Markup(f'<td class="{kind}">') for kind in ("n", "wide", "n wide")}  # noqa: S704
@@ -226,7 +225,12 @@ def environment() -> jinja2.Environment:
 
 def size(count: float | None) -> str:
     """Return bytes as text: `38.0 GiB`; `no data` for None."""
-    return NO_DATA if count is None else bytes_of(count)
+    if count is None:
+        return NO_DATA
+    power = 0
+    while count >= 1024 and power < len(_SIZES) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.0f} B" if power == 0 else f"{count:.1f} {_SIZES[power]}"
 
 
 def share(part: float | None) -> str:
