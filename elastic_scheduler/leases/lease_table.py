@@ -202,9 +202,7 @@ class LeaseTable:
         return tuple(self._leases.values())
 
     def held(self, replica: str) -> Lease | None:
-        """Return the replica's lease until it is ended, even if it has expired; None without
-        one.
-        """
+        """Return the replica's lease until it is ended, even if it has expired; else None."""
         return self._leases.get(replica)
 
     def live(self, replica: str, now_s: float) -> Lease | None:

@@ -75,9 +75,7 @@ class BatchPolicy(Protocol):
         ...
 
     def wanted(self, room: int) -> int:
-        """Return the number of prompts that the policy could take now, with room for `room`
-        groups.
-        """
+        """Return the number of prompts that the policy could take, with room for `room` groups."""
         ...
 
     def begin(self, room: int, *, last: bool) -> Round | None:
@@ -88,9 +86,7 @@ class BatchPolicy(Protocol):
         ...
 
     def complete(self, prompt: int) -> RoundDone | None:
-        """Record that a prompt has all its samples; return prompts to train on now, None if
-        none.
-        """
+        """Record that a prompt has all its samples; return prompts to train on now, or None."""
         ...
 
     def drop(self, prompt: int) -> RoundDone | None:
@@ -180,9 +176,7 @@ class TailBatcher:
         self._fresh.append(prompt)
 
     def put_back(self, prompt: int) -> None:
-        """Queue a too old prompt again: in its round if that still runs, else for the next
-        round.
-        """
+        """Queue a too old prompt again: in its round if that still runs, or the next."""
         if prompt in self._members:
             self._members[prompt] = False
             self._again.append(prompt)
@@ -226,9 +220,7 @@ class TailBatcher:
         return self._round
 
     def complete(self, prompt: int) -> RoundDone | None:
-        """Record a prompt with its samples; return the round's end if it was the last one
-        needed.
-        """
+        """Record a prompt with its samples; return the round's end if it was the last needed."""
         self._members[prompt] = True
         return self._end()
 

@@ -317,9 +317,7 @@ class TurnSpeeds:
         return tokens / pace_tok_s + silent_s if pace_tok_s else 0.0
 
     def quote(self, loads: Iterable[ReplicaLoad], ask: CostQuery, now_s: float) -> Quote | None:
-        """Return the replica on which the turn would end first if begun there now; None if
-        unknown.
-        """
+        """Return the replica on which the turn would end first if begun now, or None."""
         weighed = [(self._begun_s(load, ask, now_s), load) for load in loads]
         weighed = [(each_s, load) for each_s, load in weighed if each_s]
         if not weighed:

@@ -223,9 +223,7 @@ class RateMeter:
         self._busy = busy
 
     def tok_s(self, now_s: float) -> float:
-        """Return the rate at `now_s` in tokens per second; silence since the last token lowers
-        it.
-        """
+        """Return the rate at `now_s` in tokens per second; silence after a token lowers it."""
         elapsed_s = now_s - self._since_s
         if elapsed_s <= 0:
             return self._rate_tok_s

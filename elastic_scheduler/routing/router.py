@@ -121,9 +121,7 @@ class ReplicaClass:
 
 
 class ReplicaIndex:
-    """Index of the usable replicas by class and waiting time; callers report changes with
-    `place`.
-    """
+    """Index of usable replicas by class and waiting time; callers report by `place`."""
 
     def __init__(self, seed: int = 0) -> None:
         self._groups: dict[tuple[bool, ReplicaKind], dict[ClassKey, ReplicaClass]] = {
@@ -406,9 +404,7 @@ class Router:
         return self.begin(quote.replica, quote.ask.need, now_s)
 
     def explain(self, need: TurnNeed, now_s: float) -> list[ReplicaCandidate]:
-        """Return every replica of the table with its cost for the turn, or why it may not take
-        it.
-        """
+        """Return every replica of the table with its cost for the turn, or why it is barred."""
         ask = self._ask(need)
         return [weigh(load, ask, now_s) for load in self._order]
 

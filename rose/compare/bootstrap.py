@@ -28,9 +28,7 @@ _T_95 = (
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Value and its 95% interval (low, high); the interval is None where the data cannot give
-    one.
-    """
+    """Value and its 95% interval (low, high), None where the data cannot give one."""
 
     value: float
     ci95: Interval | None
@@ -86,9 +84,7 @@ def ratio(sums: Floats) -> Floats:
 
 
 def ratio_of_ratios(sums: Sequence[Floats]) -> Floats:
-    """Return (column 0 / column 1) / (column 2 / column 3) of the first group's sums [...,
-    columns].
-    """
+    """Return (column 0 / column 1) / (column 2 / column 3) of a group's sums [..., columns]."""
     return ratio(sums[0]) / ratio(sums[0][..., 2:])
 
 

@@ -109,9 +109,7 @@ class Gateway:
         return self._logs is None or self._logs.flush()
 
     def set_table(self, entries: tuple[ReplicaEntry, ...], jobs: tuple[str, ...] = ()) -> None:
-        """Replace the replica table and the registered jobs; no jobs means that they are
-        unknown.
-        """
+        """Replace the replica table and the registered jobs; no jobs means unknown ones."""
         self._dispatcher.set_table(entries, jobs)
 
     @property

@@ -168,9 +168,7 @@ class _Follower:
         self._stopped: asyncio.Future[Exception | None] | None = None
 
     async def run(self) -> None:
-        """Send the turn's events until it is over. Raises the turn's TurnError, or
-        ConnectionError.
-        """
+        """Send the turn's events until it ends. Raises TurnError and ConnectionError."""
         feed = self._feed
         while True:
             await feed.beyond(self._at)
@@ -187,9 +185,7 @@ class _Follower:
             await self._pushed()
 
     async def _pushed(self) -> None:
-        """Send tokens in the step in which they come, until a write could wait or the turn
-        is over.
-        """
+        """Send tokens in the step in which they come, until a write could wait or the end."""
         self._stopped = asyncio.get_running_loop().create_future()
         self._feed.listen(self._push)
         try:

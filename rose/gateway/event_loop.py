@@ -142,9 +142,7 @@ class LoopLag:
             self._seconds.popleft()
 
     def exposition(self) -> Sequence[str]:
-        """Return the lines of the histogram of all lags since the start, in Prometheus' text
-        format.
-        """
+        """Return the histogram of all lags since the start, as lines of Prometheus' text."""
         lines, below = [f"# HELP {METRIC} {HELP}", f"# TYPE {METRIC} histogram"], 0
         for bound, count in zip((*map(str, BOUNDS_S), "+Inf"), self._counts, strict=True):
             below += count

@@ -254,9 +254,7 @@ def caller_of(http: web.BaseRequest) -> Caller:
 
 
 def held_to(caller: Caller, turn: TurnRequest) -> None:
-    """Set the turn's job and name scope to its caller's. Raises Forbidden if it names
-    another job.
-    """
+    """Set the turn's job and name scope to its caller's. Raises Forbidden for another job."""
     if caller is ANYBODY:
         return
     turn.origin = replace(turn.origin, job=own_job(caller, turn.origin.job), scope=caller.scope)

@@ -263,9 +263,7 @@ class GatewayServer:
         return json_answer(Aborted(aborted))
 
     async def _finish_session(self, http: web.Request) -> web.Response:
-        """Abort all running turns of a session, forget the session, and answer with their
-        number.
-        """
+        """Abort all turns of a session, forget the session, and answer with their number."""
         body = await self._bodies.read(http)
         names = read_json(_decode_names, body) if body else NamesBody()
         session = session_of(http.headers, names.session_id)

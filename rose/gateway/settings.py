@@ -219,9 +219,7 @@ def gateway_parser(prog: str = "rose gateway") -> Parser:
 
 
 def parse_settings(argv: list[str]) -> GatewaySettings:
-    """Return the settings that a command line gives. Raises ConfigError, which says what to
-    correct.
-    """
+    """Return the settings of a command line. Raises ConfigError with what to correct."""
     options = vars(gateway_parser().parse_args(argv))
     cap = options.pop("replica_max_sequences")
     options["log_limits"] = taken_log_limits(options)

@@ -67,9 +67,7 @@ class LeaseLatencyClock:
         return list(self._measured.values())
 
     def told(self, replica: str, epoch: int) -> None:
-        """Forget the measurement of this replica and lease, because the scheduler has
-        received it.
-        """
+        """Forget the measurement of this replica and lease: the scheduler has received it."""
         known = self._measured.get(replica)
         if known is not None and known.epoch == epoch:
             del self._measured[replica]
@@ -116,9 +114,7 @@ class LeaseLatencyClock:
             opening.ended_s = now_s
 
     def token(self, replica: str, epoch: int, now_s: float) -> None:
-        """Record a token under the lease `epoch`; the first one completes the lease's
-        measurement.
-        """
+        """Record a token under the lease `epoch`; the first completes its measurement."""
         opening = self._openings.get(replica)
         if opening is None or opening.epoch != epoch or opening.tried_s is None:
             return

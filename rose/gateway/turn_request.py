@@ -184,9 +184,7 @@ class TurnRequest:
         )
 
     def need(self) -> TurnNeed:
-        """Return the turn's need for the router: tokens, versions, job, and names with
-        their scope.
-        """
+        """Return the turn's need for the router: tokens, versions, job, and scoped names."""
         scope, session, group = self.origin.scope, self.origin.session, self.origin.group
         return TurnNeed(
             scope + session if session else "",

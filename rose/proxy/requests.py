@@ -47,9 +47,7 @@ class PassRefusedError(RoseError):
 
     @property
     def answer(self) -> bytes:
-        """Complete HTTP response in the shape of a replica's refusals; the connection ends
-        with it.
-        """
+        """Complete HTTP response in the shape of a replica's refusals; it ends the connection."""
         body = _encode(Refusal(Fault(self.kind, str(self))))
         lines = (
             b"HTTP/1.1 %d %b" % (self.status, REASONS[self.status]),

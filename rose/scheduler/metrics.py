@@ -139,9 +139,7 @@ class SchedulerMetrics(Collector):
         self.registry.register(self)
 
     def watch(self, leadership: Leadership, service: Callable[[], SchedulerService | None]) -> None:
-        """Set the election and the function that returns the leading service, to be read at
-        scrapes.
-        """
+        """Set the election and the function that returns the leading service, for scrapes."""
         self._leadership, self._service = leadership, service
 
     def heard(self, event: str, fields: Mapping[str, object]) -> None:

@@ -124,9 +124,7 @@ class CommandQueue:
 
 
 class TableSlot:
-    """Newest replica table for one watching gateway; older ones that it did not take are
-    dropped.
-    """
+    """Newest replica table for one watching gateway; older ones not taken are dropped."""
 
     def __init__(self) -> None:
         self._table: pb.ReplicaTable | None = None
@@ -138,9 +136,7 @@ class TableSlot:
         self._fresh.set()
 
     async def get(self) -> pb.ReplicaTable | None:
-        """Wait for a table that was not returned yet, and return it; None at the end of the
-        watch.
-        """
+        """Wait for a table not returned yet, and return it; None at the end of the watch."""
         await self._fresh.wait()
         self._fresh.clear()
         return self._table
@@ -293,9 +289,7 @@ class SchedulerService(SchedulerServicer):
         self._step(ObjectsHeard(heard_s, refused, labels))
 
     def policies_in_force(self) -> tuple[dict[str, CapacityPolicy], frozenset[str]]:
-        """Return all capacity policies by name, and the names of those that are Kubernetes
-        objects.
-        """
+        """Return all capacity policies by name, and the names of those of Kubernetes objects."""
         capacity = self._core.capacity
         return {policy.name: policy for policy in capacity.gate.policies}, capacity.of_objects
 
@@ -308,9 +302,7 @@ class SchedulerService(SchedulerServicer):
         return self._core.observed(self._clock(), budgets=budgets)
 
     def troubles(self) -> list[str]:
-        """Return the faults of the process, a line each, among them a store that answers no
-        write.
-        """
+        """Return the process's faults, a line each, among them a store that takes no write."""
         stalled_s = self._writer.stalled_s
         stalled = [f"the store has answered no write for {stalled_s:.0f} s"] if stalled_s else []
         return [*stalled, *self._troubles()]
@@ -510,9 +502,7 @@ class SchedulerService(SchedulerServicer):
     async def RegisterJob(
         self, request: pb.RegisterJobRequest, context: "Context[object, object]"
     ) -> pb.RegisterJobReply:
-        """Register a trainer's job; reply with its newest version and how long a run may be
-        silent.
-        """
+        """Register a trainer's job; reply with its newest version and a run's longest silence."""
         latest = await self._answer(request, context)
         reply = pb.RegisterJobReply(latest_version=latest, run_ttl_s=self._core.runs.ttl_s)
         newest = self._core.newest(request.job)

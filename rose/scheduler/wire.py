@@ -190,9 +190,7 @@ def _harvest_set(request: pb.SetHarvestRequest) -> HarvestSet:
 
 
 def policy_applied(request: pb.ApplyPolicyRequest) -> PolicyApplied:
-    """Return the core's event for an operator's policy. Raises ConfigError with the field's
-    path.
-    """
+    """Return the core's event for an operator's policy. Raises ConfigError with the path."""
     try:
         return PolicyApplied(parse_policy(request.policy))
     except PolicyError as error:

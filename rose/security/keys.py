@@ -52,9 +52,7 @@ def is_private(text: bytes) -> bool:
 
 
 def check_no_key(path: Path, data: bytes) -> None:
-    """Raise ConfigError if the data of a token file is a private key, which would be sent to
-    others.
-    """
+    """Raise ConfigError if a token file's data is a private key, which would be sent off."""
     if is_private(data) or _PEM.search(data):
         raise ConfigError(
             f"{path} holds {kind_of(data)}, and a token is wanted: keys never leave their machine"

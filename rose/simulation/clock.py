@@ -70,9 +70,7 @@ class EventQueue:
         return self.at_ns(self.now_ns + round(delay_s * NS), call)
 
     def every_s(self, period_s: float, call: Call, offset_s: float = 0.0) -> None:
-        """Schedule `call` every `period_s` seconds for ever, first after `offset_s` and one
-        period.
-        """
+        """Schedule `call` every `period_s` seconds, first after `offset_s` and a period."""
         period_ns = max(1, round(period_s * NS))
 
         def again() -> None:
@@ -199,9 +197,7 @@ class VirtualLoop(CallbackLoop):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this the running loop of asyncio within the block, so that events can start
-        tasks.
-        """
+        """Make this asyncio's running loop within the block, so that events can start tasks."""
         before = events._get_running_loop()
         events._set_running_loop(self)
         try:

@@ -37,9 +37,7 @@ class Borrows(StrEnum):
 
 
 class Hybrid(StrEnum):
-    """Times at which training cards roll out: never, in the rollout phase, or for a window of
-    it.
-    """
+    """Times at which training cards roll out: never, in the rollout phase, or a window of it."""
 
     NEVER = "never"
     ROLLOUT = "rollout"
@@ -131,9 +129,7 @@ def usual_value(name: str) -> float:
 
 
 def check_options(options: Iterable[str]) -> None:
-    """Raise ConfigError, with the nearest known name, if a name is neither a constant nor a
-    setting.
-    """
+    """Raise ConfigError, with the nearest known name, for an unknown constant or setting."""
     known = [*CONSTANTS, *SETTINGS]
     for name in options:
         if name not in known:

@@ -165,9 +165,7 @@ def percentiles(values: Sequence[float]) -> Percentiles:
 
 
 class LatencyBook:
-    """Collector of users' latencies, compared with their targets, in slices of `slice_s`
-    seconds.
-    """
+    """Collector of users' latencies, against their targets, in slices of `slice_s` seconds."""
 
     def __init__(self, slo: SloSpec, slice_s: float) -> None:
         self._slo = slo

@@ -274,9 +274,7 @@ class Simulation:
     def _add_instance(
         self, node: ModelledNode, index: int, card: ModelledCard, guest: EngineFigures
     ) -> None:
-        """Add a replica that gets a whole card whenever users do not need it, with all its
-        memory.
-        """
+        """Add a replica that gets a whole card and its memory whenever users do not need it."""
         dedicated = self._scenario.cluster.dedicated.engine
         same = (guest.cards, guest.model) == (dedicated.cards, dedicated.model)
         name = f"instance-{index}"

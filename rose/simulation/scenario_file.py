@@ -73,9 +73,7 @@ Keys = tuple[str, ...]
 
 
 class RolloutsSection(BaseModel):
-    """Section `rollouts` of a scenario file: the name of an environment, or of a file of
-    sessions.
-    """
+    """Section `rollouts` of a scenario file: an environment's name, or a file of sessions."""
 
     model_config = CHECKED
     environment: Literal["frozen_lake", "alfworld", "coding_sessions"] = "frozen_lake"
@@ -256,9 +254,7 @@ class _Reader:
             raise self._wrong(at, "it has no value")
 
     def _merged(self, said: object, usual: object, at: Keys) -> Any:  # noqa: ANN401
-        """Return the file's values, with the set-up's values for keys that the file does not
-        give.
-        """
+        """Return the file's values, with the set-up's for keys that the file does not give."""
         if not isinstance(said, dict):
             return said
         if at[-1:] == ("engine",):

@@ -239,9 +239,7 @@ Results = Mapping[str, Sequence[RunResult]]
 
 @dataclass(frozen=True, slots=True)
 class PaperRow:
-    """Figure of the ROSE paper: its published range, and the function that measures it in our
-    runs.
-    """
+    """Figure of the ROSE paper: its published range, and its function in our runs."""
 
     what: str
     low: float

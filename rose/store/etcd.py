@@ -450,9 +450,7 @@ class EtcdStore(TxnStore):
     # ---- leases ----
 
     async def grant_lease(self, ttl_s: float) -> int:
-        """Return the id of a new lease; etcd rounds `ttl_s` up to whole seconds and has a
-        minimum.
-        """
+        """Return the id of a new lease; etcd rounds `ttl_s` up to seconds, and has a minimum."""
         request = pb.LeaseGrantRequest(TTL=math.ceil(ttl_s))
         ask = unary("Lease/LeaseGrant", request, pb.LeaseGrantResponse)
         return (await self._link.call(ask)).ID

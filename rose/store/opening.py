@@ -45,9 +45,7 @@ class StoreName:
         return self.name.startswith(SCHEME)
 
     def access(self) -> EtcdAccess:
-        """Return the etcd cluster's addresses and credentials. Raises ConfigError for invalid
-        ones.
-        """
+        """Return the etcd cluster's addresses and credentials. Raises ConfigError."""
         hosts, slash, prefix = self.name.removeprefix(SCHEME).partition("/")
         if self.user and self.password_file is None:
             raise ConfigError("a user of etcd has a password; give --store-password-file FILE")

@@ -53,9 +53,7 @@ class StoreChange:
 
 @dataclass(frozen=True, slots=True)
 class Expect:
-    """Condition of a transaction: the key's entry has this revision; `ABSENT`: there is no
-    entry.
-    """
+    """Condition of a transaction: the key's entry has this revision; `ABSENT`: no entry."""
 
     key: str
     revision: int
@@ -134,9 +132,7 @@ class Store(Protocol):
         ...
 
     async def keep_lease(self, lease: int) -> float:
-        """Renew the lease for its whole time to live; return the seconds left, 0 if it has
-        ended.
-        """
+        """Renew the lease for its whole time to live; return the seconds left, 0 after its end."""
         ...
 
     async def revoke_lease(self, lease: int) -> None:
@@ -157,9 +153,7 @@ class Store(Protocol):
 
 
 def difference(known: dict[str, int], now: Listing) -> list[StoreChange]:
-    """Return the changes, in order, that lead from `known`, revisions by key, to a newer
-    listing.
-    """
+    """Return the changes, in order, from `known`, revisions by key, to a newer listing."""
     there = {entry.key for entry in now.entries}
     changed = [
         StoreChange(entry.key, entry.value, entry.revision)
@@ -193,9 +187,7 @@ class TxnStore:
     async def compare_and_swap(
         self, key: str, expected_revision: int, value: bytes, lease: int = 0
     ) -> int | None:
-        """Write the value if the key has `expected_revision`; return the new revision, else
-        None.
-        """
+        """Write the value if the key has `expected_revision`; return the new one, or None."""
         return await self.txn((Expect(key, expected_revision),), (Put(key, value, lease),))
 
 

@@ -137,9 +137,7 @@ class LeaseFile:
                     self._write(slot, 0, 0.0, 0.0)
 
     def over(self, leases: Iterable[int]) -> set[int]:
-        """Return those of the leases that have ended, and make sure that none of them is
-        renewed.
-        """
+        """Return the leases that have ended, and make sure that none of them is renewed."""
         over = set(leases)
         with self._locked():
             now_s = boot_clock_s()
@@ -292,9 +290,7 @@ class SqliteStore(TxnStore):
         return await self._ask_leases(lambda: self._leases.grant(ttl_s))
 
     async def keep_lease(self, lease: int) -> float:
-        """Renew the lease, needing neither the database's lock nor disk space; return seconds
-        left.
-        """
+        """Renew the lease without the database's lock or disk space; return seconds left."""
         return await self._ask_leases(lambda: self._leases.keep(lease))
 
     async def revoke_lease(self, lease: int) -> None:

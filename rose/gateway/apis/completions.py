@@ -86,9 +86,7 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
     guided_grammar: msgspec.Raw = NOTHING
 
     def check(self, most: int) -> None:
-        """Raise BadRequest for fields that replicas cannot honour, or for more than `most`
-        samples.
-        """
+        """Raise BadRequest for fields that replicas cannot honour, or above `most` samples."""
         frontend.refuse_unsupported(self, OpenAIUnsupported)
         frontend.check_prompt_logprobs(self.prompt_logprobs, self.stream)
         frontend.check_samples(self.samples, most, self.temperature)
@@ -168,9 +166,7 @@ class OpenAIResponse(wire.ApiResponse):
         self._ids = bool(asked.return_token_ids)
 
     def head(self, stream: TokenStream) -> dict[str, Any]:
-        """Return the first fields of every answer and event: id, object, creation time and
-        model.
-        """
+        """Return the first fields of answers and events: id, object, creation time, model."""
         return {
             "id": self._name,
             "object": self.kind,

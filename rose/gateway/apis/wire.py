@@ -146,9 +146,7 @@ def event(payload: bytes) -> bytes:
 
 
 def finite(logprobs: Sequence[float]) -> Sequence[float]:
-    """Return logprobs that JSON can hold: NaN and values below LOWEST_LOGPROB become
-    LOWEST_LOGPROB.
-    """
+    """Return logprobs for JSON: NaN and values below LOWEST_LOGPROB become LOWEST_LOGPROB."""
     # Nearly all logprobs are finite, which two passes in C check.
     if not logprobs or (min(logprobs) >= LOWEST_LOGPROB and not math.isnan(sum(logprobs))):
         return logprobs

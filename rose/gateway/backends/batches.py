@@ -76,9 +76,7 @@ class BatchedTurn:
         self.over = False
 
     def leave(self, receiver: TurnReceiver, rest_s: float = 0.0) -> None:
-        """Stop delivering to the receiver, and cancel the turn at the replica unless it has
-        ended.
-        """
+        """Stop delivering to the receiver, and cancel the turn at the replica if it runs."""
         self.receiver = None
         alone, self._alone = self._alone, None
         if alone is not None:
@@ -199,9 +197,7 @@ class _Batch:
         self._leaving.append(seat.place)
 
     async def send(self) -> None:
-        """Send one request with all turns that are still wanted, or a plain request if only
-        one is.
-        """
+        """Send one request with all turns still wanted, or a plain request if only one is."""
         self._seats = [seat for seat in self._seats if not seat.over]
         if len(self._seats) < 2:
             await self._ask_alone()

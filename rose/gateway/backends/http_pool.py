@@ -35,9 +35,7 @@ class ResponseReceiver(Protocol):
         ...
 
     def ended(self, error: Exception | None) -> None:
-        """Process the end of the response, complete or broken off by `error`; called once,
-        at last.
-        """
+        """Process the response's end, complete or broken off by `error`; called once, at last."""
         ...
 
 

@@ -260,9 +260,7 @@ class Dispatcher:
         return self.jobs.of(need.job), need.min_version, need.exact_version
 
     def _leave(self, waiter: _WaitingTurn) -> None:
-        """Remove a cancelled waiter from the queue, or give back the place that it was just
-        granted.
-        """
+        """Remove a cancelled waiter from the queue, or give its just granted place back."""
         granted = waiter.granted
         if granted.done() and not granted.cancelled():
             place = granted.result()

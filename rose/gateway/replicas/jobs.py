@@ -108,9 +108,7 @@ class JobRouters:
 
 @dataclass(frozen=True, slots=True)
 class JobVersions:
-    """Newest weight version of a job at the scheduler, and the job's bound on staleness in
-    versions.
-    """
+    """Newest weight version of a job at the scheduler, and its bound on staleness."""
 
     latest: int
     max_staleness: int

@@ -370,9 +370,7 @@ class AttemptStream:
         return True
 
     def _end(self, end: End, reason: str) -> None:
-        """End the attempt in the journal, once; a whole turn is delivered to its readers at
-        once.
-        """
+        """End the attempt in the journal, once; a whole turn is delivered to readers at once."""
         self.outcome = self.turn.journal.end(self._asked.number, end, reason)
         if isinstance(self.outcome, Deliver):
             self.dispatcher.stats.turns += self.turn.deliver()

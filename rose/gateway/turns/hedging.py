@@ -185,9 +185,7 @@ class HedgedTurn:
         self._ended.put_nowait(copy.number)
 
     def _error(self, number: int) -> BaseException | None:
-        """Return the error with which the turn ends; None if it has an answer or another
-        copy runs.
-        """
+        """Return the error with which the turn ends; None with an answer or a running copy."""
         task = self._tasks[number]
         if self._won:
             return None
@@ -237,9 +235,7 @@ class Hedging:
             self._settle(key, group)
 
     def sweep(self) -> None:
-        """Start each second copy that is expected to shorten its group now; called every
-        `SWEEP_S`.
-        """
+        """Start each second copy expected to shorten its group now; called each `SWEEP_S`."""
         for key, group in tuple(self._groups.items()):
             if group.sound and group.racing and not group.fresh and group.core.may_hedge:
                 try:

@@ -134,9 +134,7 @@ class TokenStream:
         self.journal, self.text = journal, text
 
     def end(self, stop_reason: int | str | None) -> None:
-        """Record stop reason and duration of the turn, whose journal is whole, and wake its
-        readers.
-        """
+        """Record stop reason and duration of the turn, whole in the journal; wake readers."""
         self.took_s = time.monotonic() - self._began_s
         self.stop_reason = stop_reason
         self.tell()

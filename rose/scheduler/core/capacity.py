@@ -161,9 +161,7 @@ class CapacityBook:
         offers: Collection[Offer],
         leases: Collection[Lease],
     ) -> tuple[list[str], list[str]]:
-        """Return nodes that a policy selects, and guests whose leases would end if it were
-        applied.
-        """
+        """Return nodes that a policy selects, and guests whose leases end if it is applied."""
         facts = [_fact(view) for view in nodes]
         selected = [
             each.name for each in facts if policy.node_selector.matches(each.name, each.labels)

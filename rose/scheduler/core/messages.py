@@ -356,9 +356,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Action of the scheduler core: store a value in the background; nothing waits for the
-    write.
-    """
+    """Action of the scheduler core: store a value in the background; nothing waits for it."""
 
     write: Write
 

@@ -232,9 +232,7 @@ class ModelledEngine:
         return self.spec.max_step_tokens, self.spec.max_sequences
 
     def pause(self, seconds: float) -> None:
-        """Begin no step for so many seconds, as while weights are activated, then wake the
-        engine.
-        """
+        """Begin no step for so many seconds, as for an activation, then wake the engine."""
         self._land()
         self.paused_until_ns = max(self.paused_until_ns, self.queue.now_ns + round(seconds * NS))
         self.queue.at_ns(self.paused_until_ns, self.wake)

@@ -45,9 +45,7 @@ class ModelledCard:
         return self._done[tenant] is not None
 
     def begin(self, tenant: int, seconds: float, done: Call) -> None:
-        """Begin a tenant's step that takes `seconds` alone on the card; `done` is called at its
-        end.
-        """
+        """Begin a tenant's step of `seconds` alone on the card; `done` is called at its end."""
         assert self._done[tenant] is None, "a tenant has one step at a time"
         now_ns = self._queue.now_ns
         if self._done[1 - tenant] is None:
@@ -64,9 +62,7 @@ class ModelledCard:
             self._plan(tenant, 1.0)
 
     def shorten(self, tenant: int, end_ns: int) -> None:
-        """End the running step of a tenant that has the card alone at `end_ns`, sooner than
-        planned.
-        """
+        """End the step of a tenant that has the card alone at `end_ns`, sooner than planned."""
         assert self._done[1 - tenant] is None, "the other tenant has a part of the card"
         now_ns = self._queue.now_ns
         self._left_ns[tenant] = float(end_ns - now_ns)

@@ -33,9 +33,7 @@ _BEAT_NS = NS // 4
 
 
 class ModelledPage:
-    """Control page of one host, without shared memory: its state, its seat and its guest's
-    grant.
-    """
+    """Control page of a host, without shared memory: its state, seat and guest's grant."""
 
     def __init__(self, now_ns: int) -> None:
         self.host = HostState(heartbeat_ns=now_ns)

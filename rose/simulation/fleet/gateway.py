@@ -88,9 +88,7 @@ class ModelledAttempt:
         )
 
     async def run(self, upstream: Upstream) -> Ending:
-        """Run the attempt on its replica; return how it ended and why, as `AttemptStream.run`
-        does.
-        """
+        """Run the attempt on its replica; return how it ended and why, as `AttemptStream.run`."""
         del upstream
         end: End | None = None
         try:

@@ -366,9 +366,7 @@ class ModelledNode:
         self._say(Offered(self.stream, offers))
 
     def obey(self, command: pb.NodeCommand) -> None:
-        """Carry out one command of the scheduler: a lease, renewals, a release, or a new
-        version.
-        """
+        """Carry out a command of the scheduler: a lease, renewals, a release, or a version."""
         match command.WhichOneof("command"):
             case "lease":
                 self._leased(command.lease)

@@ -97,9 +97,7 @@ class ModelledTrainer:
         return self._trained_s + (self._queue.now_s - since_s if since_s is not None else 0.0)
 
     def buffer_counts(self) -> dict[str, int]:
-        """Return the rollout buffer's counts by name: trained, dropped, aged out, deferred,
-        retried.
-        """
+        """Return the rollout buffer's counts: trained, dropped, aged out, deferred, retried."""
         progress = self._buffer.progress()
         names = ("trained", "dropped", "aged_out", "deferred", "retried")
         return {name: getattr(progress, name) for name in names}
@@ -111,9 +109,7 @@ class ModelledTrainer:
         self._loop.begin(self._train())
 
     def activated(self, version: int) -> None:
-        """Record that a replica serves this version; a synchronous trainer waits for the first
-        one.
-        """
+        """Record that a replica serves a version; a synchronous trainer waits for the first."""
         if version >= self._version:
             self._first_active.set()
 

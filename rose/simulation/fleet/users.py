@@ -37,9 +37,7 @@ class ModelledUsers:
         self.refused = 0
 
     def start(self) -> None:
-        """Schedule the next request at its arrival time; each arrival schedules the one after
-        it.
-        """
+        """Schedule the next request at its arrival time; each arrival schedules the next."""
         request = next(self._requests, None)
         if request is not None:
             due_ns = round(request.arrival_s * 1e9)

@@ -45,9 +45,7 @@ class FluidPool:
 
 @dataclass(frozen=True, slots=True)
 class FluidEngines:
-    """Engines of a pool at one moment; each batches at most `most` sequences, and the others
-    wait.
-    """
+    """Engines of a pool at one moment; each batches `most` sequences, the others wait."""
 
     count: float
     line: StepLine

@@ -64,9 +64,7 @@ class FluidRun:
         return self._result(ended_s)
 
     def _batch(self, now_s: float, number: int) -> tuple[list[RolloutEpisode], list[RolloutPhase]]:
-        """Return the episodes that a step trains on, and the rollout phases in which they are
-        made.
-        """
+        """Return the episodes that a step trains on, and the rollout phases that make them."""
         trainer = self._trainer
         kept: list[list[RolloutEpisode]] = []
         phases: list[RolloutPhase] = []
@@ -189,7 +187,5 @@ class FluidRun:
 
 
 def run_fluid(scenario: Scenario, seed: int = 0, *, borrows: bool = True) -> RunResult:
-    """Run a scenario by the fluid model and return its result, which is the same for the same
-    seed.
-    """
+    """Run a scenario by the fluid model; return its result, the same for the same seed."""
     return FluidRun(scenario, seed, borrows=borrows).run()
