@@ -8,7 +8,8 @@ ExecutorError
 ├── LoanError        the other side of a loan of pages breaks the rules
 ├── PageError        the control page cannot be used: missing, foreign, of another layout
 ├── PageReleaseError the kernel does not give KV memory back, or does not report it
-└── PageUnreadable   a section stays torn: its writer died or hangs in the middle of a write
+├── PageUnreadable   a section stays torn: its writer died or hangs in the middle of a write
+└── RankError        a rank of the engine does not report its KV pages, or cannot move them
 """
 
 
@@ -49,3 +50,7 @@ class PageReleaseError(ExecutorError):
 
 class PageUnreadable(ExecutorError):  # noqa: N818 -- the contract's word for the state of a section
     """Error: a section of the control page has no consistent content right now."""
+
+
+class RankError(ExecutorError):
+    """Error: a rank of the engine does not report its KV pages, or cannot move them."""

@@ -11,6 +11,7 @@ an idle engine core runs no scheduler code at all and an orphaned guest must sti
 """
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -306,17 +307,22 @@ class StartGate:
             return None
         return cls(ControlPage.open(settings.page_path, settings.page_group))
 
-    def wait(self) -> None:
-        """Block until a pass may begin, however long; the watchdog ends an orphaned guest."""
-        began_ns = self._clock_ns()
-        logged = self.passes > 0
-        while not self._open:
+    def wait(self, most_s: float = math.inf) -> bool:
+        """Block until a pass may begin, or for `most_s`; return True if the pass may begin.
+
+        The watchdog ends an orphaned guest.
+        """
+        began_ns, waited_s = self._clock_ns(), 0.0
+        logged = self.passes > 0 or self.waited_ns > 0
+        while not (opened := self._open) and waited_s < most_s:
             if not logged:
                 logger.info("the start waits until its host is idle and a grant is live")
                 logged = True
             self._sleep(PAUSE_S)
-        self.passes += 1
+            waited_s = (self._clock_ns() - began_ns) / 1e9
+        self.passes += opened
         self.waited_ns += self._clock_ns() - began_ns
+        return opened
 
     @property
     def _open(self) -> bool:

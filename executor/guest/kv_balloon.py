@@ -8,7 +8,7 @@ from typing import Final
 from executor.control_page.seqlock_records import Grant
 from executor.errors import DeviceMemoryShort
 from executor.guest.gate_client import KvMapped
-from executor.kv.backing import HeldGranules
+from executor.kv.backing import HeldGranules, PageBackend
 from executor.kv.shrink_plan import (
     NO_CAP,
     Rollout,
@@ -51,7 +51,7 @@ class GuestKv:
         self._steps_done = 0
         self._most_a_call = max(1, MOST_BYTES_A_CALL // max(1, pool.granule_bytes))
         self._grow_after_ns = 0
-        self._kept = 0
+        self._published = 0, 0
 
     @property
     def mapped(self) -> KvMapped:
@@ -63,6 +63,11 @@ class GuestKv:
             granules.count,
             self._pool.granule_bytes,
         )
+
+    @property
+    def pages(self) -> PageBackend:
+        """Backend of the pages under the KV memory."""
+        return self._pool.pages
 
     @property
     def capacity_blocks(self) -> int:
@@ -81,14 +86,15 @@ class GuestKv:
         """
         self._poll()
         pool = self._pool
-        changed = pool.pages.kept != self._kept
-        return self._over(grant) > 0 or pool.owed > 0 or changed or not pool.unmapped
+        unpublished = not pool.pages.settled or self._figures != self._published
+        return self._over(grant) > 0 or pool.owed > 0 or unpublished or not pool.unmapped
 
     def fit(self, grant: Grant | None) -> bool:
         """Shrink or grow towards the grant's cap; return True when nothing more has to go.
 
         A step may begin only after True. Each call does a bounded part of the work. Raises
-        DeviceError or LoanError if a GPU's pages cannot be had or given back, or for a bad message.
+        DeviceError or LoanError if a GPU's pages cannot be had or given back, or for a bad message,
+        and RankError if a rank of the engine cannot.
         """
         self._poll()
         if owed := self._pool.owed:
@@ -99,7 +105,7 @@ class GuestKv:
         elif over < 0 and not self._pool.pages.owed:
             self._grow(-over)
         self._pool.unmap(self._steps_done)
-        self._kept = self._pool.pages.kept
+        self._published = self._figures
         return owed <= 0 and over <= 0 and self._pool.unmapped
 
     def step_begun(self) -> None:
@@ -109,6 +115,10 @@ class GuestKv:
     def step_done(self) -> None:
         """Record that the oldest step in flight was processed."""
         self._steps_done += 1
+
+    @property
+    def _figures(self) -> tuple[int, int]:
+        return self._pool.pages.kept, self._pool.pages.bytes_returned
 
     def _over(self, grant: Grant | None) -> int:
         self._cap = cap_in_force(grant, self._clock_ns(), self._limits, self._cap)

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
-from executor.errors import DeviceError, LendingError, LoanError, MappingLost
+from executor.errors import DeviceError, LendingError, LoanError, MappingLost, RankError
 from executor.kv.backing import HeldGranules, NoPages, PageBackend
 from executor.kv.lending import KvFree, LendingCore, LendingLimits
 from executor.kv.shrink_plan import Granules, plan_growth
@@ -199,7 +199,8 @@ class HostLender:
         """Lend or take back granules; call it before each schedule.
 
         `prefill_tokens` of prompts have no place yet; each of `requests` may need one more block;
-        the one that waits longest needs a place for `next_tokens`. Raises DeviceError or LoanError.
+        the one that waits longest needs a place for `next_tokens`. Raises DeviceError, LoanError or
+        RankError.
         """
         if self._retires:
             self._retire()
@@ -273,7 +274,7 @@ class HostLender:
             pool.take_back(len(pool.held))
         except MappingLost:
             self._lost = True
-        except (DeviceError, LoanError):
+        except (DeviceError, LoanError, RankError):
             self._retry_ns = now_ns + RETRY_NS
         self._wanted = len(pool.held)
         self.pending &= bool(pool.held) and not self._lost

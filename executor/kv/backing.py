@@ -21,7 +21,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from executor.errors import PageReleaseError
 from executor.kv.shrink_plan import Granules, GranuleUse
@@ -89,10 +89,22 @@ class PageBackend(ABC):
     def poll(self) -> bool:
         """Exchange messages with the processes that share pages, and lend them some; never wait.
 
-        Returns True if there is more to lend to a connected borrower. Raises LoanError or
-        DeviceError.
+        Returns True if there is more to lend to a connected borrower. Raises LoanError,
+        DeviceError or RankError.
         """
         return False
+
+    @property
+    def settled(self) -> bool:
+        """True if all earlier calls were carried out wherever the memory lies."""
+        return True
+
+    def drain(self) -> Sequence[Any]:
+        """Return the operations that the engine's next step carries to its ranks, and forget them.
+
+        They are picklable; empty for memory of this process.
+        """
+        return ()
 
 
 class NoPages(PageBackend):

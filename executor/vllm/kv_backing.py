@@ -20,7 +20,8 @@ driver or are lent.
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,7 +31,7 @@ from executor.cuda.driver import Driver
 from executor.cuda.page_pool import PageClient, PagePool, PageSource
 from executor.cuda.page_server import PageServer
 from executor.engine_settings import AUTO, CUDA, GUEST, HOST, LEND, MADVISE, EngineSettings
-from executor.errors import ExecutorError, LoanError
+from executor.errors import ExecutorError, LoanError, RankError
 from executor.kv.backing import (
     Extent,
     HostPages,
@@ -41,6 +42,7 @@ from executor.kv.backing import (
     of_two_blocks,
     use_huge_pages,
 )
+from executor.kv.rank_pages import RankPages
 from executor.kv.shrink_plan import Granules
 
 logger = logging.getLogger("vllm.rose.kv")
@@ -220,29 +222,52 @@ def kv_pages(
     vllm_config: Any,  # noqa: ANN401 -- vLLM's types
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
     backend: str = AUTO,
+    common: Callable[[int], int] = int,
 ) -> tuple[PageBackend, Granules]:
     """Return the page backend under the KV blocks of an engine, and its granules.
 
-    Raises ExecutorError if `backend` cannot be used; with AUTO the result is a NoPages then.
+    That is the memory of this process, or of workers in child processes that report theirs. common:
+    called by a worker's rank with its own blocks of a granule, 0 if its pages cannot be given back;
+    returns those of all ranks. Raises ExecutorError if `backend` cannot be used; with AUTO the
+    result is a NoPages then.
     """
     blocks: int = kv_cache_config.num_blocks
     layout = kv_layout(vllm_config, kv_cache_config)
+    if layout is None and (workers := multiprocessing.active_children()):
+        try:
+            ranks: int = vllm_config.parallel_config.world_size
+            pids = [worker.pid for worker in workers if worker.pid]
+            pages = RankPages.of_processes(pids, ranks, blocks)
+        except RankError as error:
+            logger.warning("%s", error)
+        else:
+            return pages, pages.granules
     reservation = None if layout is None else _reservation(layout)
-    if (wrong := _lacking(layout, reservation, backend)) is not None:
+    wrong = _lacking(layout, reservation, backend)
+    own = 0 if layout is None or wrong is not None else _granule_blocks(layout, reservation)
+    of_granule = common(own)
+    if wrong is None and not of_granule:
+        wrong = "another rank's KV pages cannot be given back"
+    if wrong is not None:
         if backend != AUTO:
             raise ExecutorError(f"ROSE_KV_BACKEND is {backend}, but {wrong}")
         logger.warning("%s: no KV pages will be given back", wrong)
         return NoPages(kv_bytes(kv_cache_config)), Granules(blocks, FALLBACK_GRANULE_BLOCKS)
     assert layout is not None
     extents = layout.extents
+    granules = Granules(blocks, of_granule)
     if reservation is not None:
-        granules = Granules(blocks, _device_granule_blocks(extents, reservation.page_bytes))
         return reservation.backend(extents, granules), granules
     # The scheduler is made before the first request: the memory has no content yet.
     for storage in layout.storages:
         use_huge_pages(Range(storage.address, storage.address + storage.size).whole_pages())
-    granules = Granules(blocks, granule_blocks(extents))
     return HostPages(extents, granules, kv_bytes(kv_cache_config)), granules
+
+
+def _granule_blocks(layout: KvLayout, reservation: Reservation | None) -> int:
+    if reservation is None:
+        return granule_blocks(layout.extents)
+    return _device_granule_blocks(layout.extents, reservation.page_bytes)
 
 
 def _reservation(layout: KvLayout) -> Reservation | None:
@@ -255,7 +280,9 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
     if layout is None:
         return (
             "the KV cache is out of this process's reach; run the worker in the engine core"
-            " (UniProcExecutor) and a model with one KV group and layers of one page size"
+            " (UniProcExecutor), or over several ranks with --worker-cls"
+            " executor.vllm.cpu_worker.CpuKvWorker (on a GPU ReservedKvWorker), and a model with"
+            " one KV group and layers of one page size"
         )
     # Memory that ROSE reserved comes from a GPU's driver, whatever the engine computes on.
     device = layout.storages[0].device if reservation is None else CUDA
@@ -283,21 +310,22 @@ def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
     return min(whole, several) if aligned else several
 
 
-def reserve_kv(settings: EngineSettings, driver: Driver, size: int) -> Reservation:
-    """Return a new reservation of `size` bytes for an engine's KV cache.
+def reserve_kv(settings: EngineSettings, driver: Driver, size: int, ranks: int = 1) -> Reservation:
+    """Return a new reservation of `size` bytes for the KV cache of one of an engine's `ranks`.
 
     A guest may begin with less than all of its pages: it is ballooned from its first step on, and
     the missing ones may still be its host's. Raises DeviceError or LoanError.
     """
-    source = page_source(settings, driver)
+    source = page_source(settings, driver, ranks)
     return Reservation(driver, size, source=source, partly=settings.role == GUEST)
 
 
-def page_source(settings: EngineSettings, driver: Driver) -> PageSource:
+def page_source(settings: EngineSettings, driver: Driver, ranks: int = 1) -> PageSource:
     """Return the source of GPU pages: the driver's pool, or with ROSE_PAGE_SOCKET a lent one.
 
     There a guest gets a PageClient, and a lending host a PageServer, or the pool if it cannot
-    listen. Raises LoanError for a guest without a lender.
+    listen. A host of several ranks has a socket a GPU, the path with the end of its UUID appended.
+    Raises LoanError for a guest without a lender.
     """
     guest = settings.role == GUEST
     page_bytes = driver.granularity
@@ -305,6 +333,9 @@ def page_source(settings: EngineSettings, driver: Driver) -> PageSource:
     if not settings.page_socket:
         return pool
     path = Path(settings.page_socket)
+    of_gpu = path.with_name(f"{path.name}.{driver.device[-4:].hex()}")
+    if ranks > 1 or (guest and of_gpu.exists()):
+        path = of_gpu
     if guest:
         return PageClient(driver, page_bytes, path, pool)
     if (settings.role, settings.level) != (HOST, LEND):

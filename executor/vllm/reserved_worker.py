@@ -6,7 +6,6 @@ worker asks for one allocation in which a block's layers are neighbours, and put
 its place; everything else is the stock worker's.
 """
 
-import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +16,12 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from executor.cuda.backing import as_tensor, whole
 from executor.cuda.driver import open_driver
-from executor.engine_settings import HOST, EngineSettings
+from executor.engine_settings import EngineSettings
 from executor.errors import ExecutorError
-from executor.guest.gate_client import StartGate
 from executor.vllm.compat import check_version
 from executor.vllm.kv_backing import block_outermost_first, check_views, packed, reserve_kv
+from executor.vllm.rank_worker import GatedStart, RankedWorker, host_goes_on
 from executor.vllm.surfaces import WORKER
-
-_log = logging.getLogger("vllm.rose.worker")
 
 
 class ReservedZeros(TorchFunctionMode):
@@ -60,46 +57,7 @@ class ReservedZeros(TorchFunctionMode):
         return (args, kwargs.get("dtype"), device.type) == wanted
 
 
-class GatedStart:
-    """Base of a worker class, before vLLM's own, that gates the forward passes of a guest's start.
-
-    `start_gate` is None for an engine that starts ungated.
-    """
-
-    model_runner: Any
-    start_gate: StartGate | None = None
-    _start_hook: Any = None
-
-    def load_model(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 -- vLLM's own
-        """Load the model as vLLM does, and gate its passes from here on. Raises ExecutorError."""
-        super().load_model(*arguments, **options)  # type: ignore[misc]
-        self.start_gate = gate = StartGate.from_environ(os.environ)
-        if gate is not None:
-            model = self.model_runner.get_model()
-            self._start_hook = model.register_forward_pre_hook(lambda *_: _pass(gate))
-
-    def compile_or_warm_up_model(self) -> Any:  # noqa: ANN401 -- vLLM's own
-        """Warm up and capture graphs as vLLM does, then remove the gate of the start.
-
-        The passes that follow are steps, which the scheduler gates.
-        """
-        try:
-            return super().compile_or_warm_up_model()  # type: ignore[misc]
-        finally:
-            if self._start_hook is not None:
-                self._start_hook.remove()
-                if self.start_gate is not None:
-                    self.start_gate.tell()
-
-
-def _pass(gate: StartGate) -> None:
-    # A captured pass is not run.
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if not (used and torch.cuda.is_current_stream_capturing()):
-        gate.wait()
-
-
-class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types are not ours
+class ReservedKvWorker(RankedWorker, GatedStart, Worker):  # type: ignore[misc] # vLLM's types are not ours
     """GPU worker of vLLM whose KV cache lies in memory that ROSE reserved and can give back.
 
     A guest's start passes the gate.
@@ -114,7 +72,7 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
         try:
             return block_outermost_first(layouts)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the host starts
-            _host_goes_on(error)
+            host_goes_on(error)
             return layouts
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:  # noqa: ANN401 -- vLLM's type
@@ -129,7 +87,7 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
             size = max((tensor.size for tensor in config.kv_cache_tensors), default=0)
             memory = self._reserved(size)
         except Exception as error:  # noqa: BLE001 -- whatever it is, the host starts
-            _host_goes_on(error)
+            host_goes_on(error)
             super().initialize_from_config(kv_cache_config)
             return
         with ReservedZeros(size, self.device.type, lambda: memory) as zeros:
@@ -150,12 +108,9 @@ class ReservedKvWorker(GatedStart, Worker):  # type: ignore[misc] # vLLM's types
         # The rest of the profile run in torch's cache is memory that the driver lacks.
         torch.cuda.empty_cache()
         settings = EngineSettings.from_environ(os.environ)
-        reservation = reserve_kv(settings, open_driver(self.device.index or 0), size)
+        driver, ranks = (
+            open_driver(self.device.index or 0),
+            self.vllm_config.parallel_config.world_size,
+        )
+        reservation = reserve_kv(settings, driver, size, ranks)
         return as_tensor(whole(reservation), self.device)
-
-
-def _host_goes_on(error: Exception) -> None:
-    """Log a warning if the engine is a host, else raise `error`."""
-    if os.environ.get("ROSE_ROLE") != HOST:
-        raise error
-    _log.warning("KV memory is not reserved; the host serves on without lending it: %s", error)

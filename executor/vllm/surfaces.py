@@ -80,6 +80,7 @@ WORKER: Final = (
     "v1.worker.gpu_worker:Worker.load_model",
     "v1.worker.gpu_worker:Worker.initialize_from_config(kv_cache_config)",
     "v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+    "v1.worker.gpu_worker:Worker.execute_model(scheduler_output)",
     "v1.kv_cache_interface:KVCacheTensor[size, shared_by|layers]",
     "v1.kv_cache_interface:KVCacheConfig[kv_cache_tensors, kv_cache_groups]",
 )

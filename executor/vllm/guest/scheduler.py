@@ -30,6 +30,7 @@ from executor.vllm.compat import (
 from executor.vllm.kv_backing import blocks_of, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.probes import check_addresses
+from executor.vllm.rank_worker import carry
 from executor.vllm.scheduler_base import ConfiguredScheduler
 
 
@@ -88,6 +89,7 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
             output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens:
             self._kv.step_begun()
+        carry(output, self._kv.pages)
         self._gate.scheduled(self._load(), output.total_num_scheduled_tokens)
         return output
 

@@ -25,6 +25,7 @@ from executor.vllm.compat import (
 from executor.vllm.host.kv_lender import lender_of
 from executor.vllm.host.plugin import engine_core_of
 from executor.vllm.host.state_publisher import HostStatePublisher
+from executor.vllm.rank_worker import carry
 from executor.vllm.scheduler_base import ConfiguredScheduler
 from executor.vllm.surfaces import HOST
 
@@ -66,8 +67,10 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
             output = self._schedule_without(held, args, kwargs)
         else:
             output = super().schedule(*args, **kwargs)
-        if self._lender is not None and output.total_num_scheduled_tokens:
-            self._lender.step_begun()
+        if self._lender is not None:
+            carry(output, self._lender.pool.pages)
+            if output.total_num_scheduled_tokens:
+                self._lender.step_begun()
         if self._observer is not None:
             self._quietly(self._observer.scheduled, output, began_ns)
         return output

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from executor.vllm.reserved_worker import GatedStart
+from executor.vllm.rank_worker import GatedStart
 
 SIZES = (16, 1)
 

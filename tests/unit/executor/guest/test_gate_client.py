@@ -28,7 +28,7 @@ from executor.guest.gate_client import (
 )
 from executor.guest.plugin import gate_limits, step_model
 from executor.step_decision import GateLimits
-from executor.vllm.reserved_worker import GatedStart
+from executor.vllm.rank_worker import GatedStart
 from slo import StepModel, StepProfile
 from tests.harness.seated_host import SeatedHost
 

@@ -1,0 +1,421 @@
+"""KV pages of an engine whose memory lies in other processes, its ranks: decided once, for all.
+
+The engine's scheduler decides, and each rank has the memory under its own part of every block:
+
+    scheduler: RankPages ── numbered operations, in the next step ──> rank: RankPager, in order,
+    scheduler: RankPages <── report, in memory that both map ──────── before the step's own work
+
+A call of RankPages moves nothing: its operation travels with the next step, an empty one too. So a
+block that is handed out again has its pages before the step that uses it, on every rank. Operations
+that may fail for want of memory go first: `ready` has every rank map granules, and counts those
+that all of them reported.
+
+A report is a `RankReport` in a memfd of the rank, named rose-rank-<rank>. The scheduler opens it
+through /proc/<pid>/fd of processes that it knows, so it needs no name, and ends with its rank. The
+figures are the worst of all ranks. An operation counts as returned memory once it is reported, and
+as memory in use from the moment at which it was decided: what is unread, late or torn counts
+against a guest.
+"""
+
+import mmap
+import os
+import zlib
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from enum import IntEnum
+from typing import Final, NamedTuple, Self
+
+import numpy as np
+
+from executor.control_page.seqlock_records import (
+    PageRecord,
+    PageSection,
+    record,
+    section_bytes,
+)
+from executor.errors import DeviceMemoryShort, PageUnreadable, RankError
+from executor.kv.backing import PageBackend
+from executor.kv.shrink_plan import Granules
+
+MEMFD: Final = "rose-rank-"
+FAILURE_BYTES: Final = 160
+
+
+class Kind(IntEnum):
+    """Kind of an operation: RankPages' call of the same name; FETCH maps what may be missing."""
+
+    RELEASE = 0
+    RESTORE = 1
+    FETCH = 2
+    RECALL = 3
+
+
+class Operation(NamedTuple):
+    """Operation that each rank carries out once, in the order of `number`, counted from 1.
+
+    granules: those to move. wanted: granules to ask borrowers for, of a RECALL.
+    """
+
+    number: int
+    kind: Kind
+    granules: tuple[int, ...] = ()
+    wanted: int = 0
+
+
+@record(text_bytes=FAILURE_BYTES)
+class RankReport(PageRecord):
+    """Report of one of `ranks` ranks on its KV memory, after operation number `done`.
+
+    `pid`: process of the rank; one that it forks has the report open, too. `blocks`,
+    `granule_blocks`: the granules of all ranks. `always_restores`, `bytes_total`, `bytes_returned`,
+    `kept`, `owed`: as PageBackend has them. `mapped`: granules that had pages at the start, the
+    lowest. `fetched`: granules of the last FETCH that have pages, its first.
+    `lends`: True if there is more to lend to a borrower. `borrowed_crc`: CRC-32 of the bits behind
+    the record, one for each granule that lies on a page of another process. `failure`: error that
+    ended the rank's work on pages, empty for none.
+    """
+
+    pid: int = 0
+    rank: int = 0
+    ranks: int = 0
+    blocks: int = 0
+    granule_blocks: int = 0
+    bytes_total: int = 0
+    mapped: int = 0
+    always_restores: bool = True
+    done: int = 0
+    bytes_returned: int = 0
+    kept: int = 0
+    owed: int = 0
+    fetched: int = 0
+    lends: bool = False
+    borrowed_crc: int = 0
+    failure: str = ""
+
+
+class RankPager:
+    """Pager of one rank: carries out operations on the rank's own pages, and reports.
+
+    Only the thread that runs the rank's steps may call it.
+    """
+
+    def __init__(self, pages: PageBackend, granules: Granules, rank: int, ranks: int) -> None:
+        """Take over the pages, and publish a first report. Raises OSError without a memfd."""
+        self.pages = pages
+        self._granules = granules
+        bits = -(-granules.count // 8)
+        first = section_bytes(RankReport)
+        descriptor = os.memfd_create(f"{MEMFD}{rank}")
+        try:
+            os.truncate(descriptor, first + bits)
+            # The mapping keeps a descriptor of its own, by which the scheduler finds the report.
+            view = memoryview(mmap.mmap(descriptor, first + bits))
+        finally:
+            os.close(descriptor)
+        self._section = PageSection(view[:first], 0, RankReport)
+        self._bits = view[first:]
+        self._report = RankReport(
+            os.getpid(),
+            rank,
+            ranks,
+            granules.blocks,
+            granules.granule_blocks,
+            pages.bytes_total,
+            granules.count - len(pages.released),
+            pages.always_restores,
+        )
+        self._publish(replace(self._measured(), borrowed_crc=self._write_borrowed()))
+
+    def carry_out(self, operations: Sequence[Operation]) -> None:
+        """Carry out a step's operations before its work, and publish a report if it changed.
+
+        Call it for each step, also without any: pages are lent and borrowed meanwhile. An error is
+        reported, and ends the rank's work on pages; nothing is raised.
+        """
+        pages, before = self.pages, self._report
+        if before.failure or (pages.always_restores and not operations):
+            return
+        try:
+            for operation in operations:
+                self._obey(operation)
+            with suppress(DeviceMemoryShort):
+                # If the device has no room to import them, lent pages go back, and come again.
+                self._report = replace(self._report, lends=pages.poll())
+            self._report = self._measured()
+            if operations:
+                self._report = replace(self._report, borrowed_crc=self._write_borrowed())
+        except Exception as error:  # noqa: BLE001 -- the scheduler decides what an error ends
+            self._report = replace(self._report, failure=str(error) or type(error).__name__)
+        if self._report != before:
+            self._publish(self._report)
+
+    def _obey(self, operation: Operation) -> None:
+        if operation.number != self._report.done + 1:
+            raise RankError(f"operation {operation.number} follows {self._report.done}")
+        pages, granules = self.pages, operation.granules
+        fetched = self._report.fetched
+        match operation.kind:
+            case Kind.RELEASE:
+                pages.release(granules)
+            case Kind.RESTORE:
+                pages.restore(granules)
+            case Kind.FETCH:
+                fetched = self._fetch(granules)
+            case Kind.RECALL:
+                pages.recall(operation.wanted)
+        self._report = replace(self._report, done=operation.number, fetched=fetched)
+
+    def _fetch(self, granules: Sequence[int]) -> int:
+        missing = [granule for granule in granules if granule in self.pages.released]
+        with suppress(DeviceMemoryShort):
+            self.pages.restore(missing[: self.pages.ready(missing)])
+        there = (granule not in self.pages.released for granule in granules)
+        return next((count for count, mapped in enumerate(there) if not mapped), len(granules))
+
+    def _measured(self) -> RankReport:
+        pages = self.pages
+        return replace(
+            self._report,
+            bytes_returned=max(0, pages.bytes_returned),
+            kept=pages.kept,
+            owed=pages.owed,
+        )
+
+    def _write_borrowed(self) -> int:
+        held = self.pages.released
+        bits = np.packbits(
+            [
+                granule not in held and self.pages.borrowed(granule)
+                for granule in range(self._granules.count)
+            ]
+        ).tobytes()
+        self._bits[:] = bits
+        return zlib.crc32(bits)
+
+    def _publish(self, report: RankReport) -> None:
+        self._report = report
+        self._section.write(report)
+
+
+class _Rank:
+    """Last whole report of one rank, and the granules that it has borrowed."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Map a rank's report. Raises OSError, ValueError or PageUnreadable if there is none."""
+        first = section_bytes(RankReport)
+        view = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+        if len(view) < first:
+            raise ValueError("the report is cut short")
+        self._section = PageSection(view[:first], 0, RankReport)
+        self._bits = view[first:]
+        self._sequence = self._section.sequence
+        read = self._section.read()
+        if read is None:
+            raise PageUnreadable("the rank has not reported yet")
+        self.report: RankReport = read
+        self.borrowed: frozenset[int] = frozenset()
+        self._read_borrowed()
+
+    def changed(self) -> bool:
+        """Read the report if it was written since; return True if it was.
+
+        One that is being written, or stays torn, leaves the last whole one.
+        """
+        sequence = self._section.sequence
+        if sequence == self._sequence or sequence & 1:
+            return False
+        crc = self.report.borrowed_crc
+        read = self._section.peek()
+        if read is None:
+            return False
+        self.report, self._sequence = read, sequence
+        if read.borrowed_crc != crc:
+            self._read_borrowed()
+        return True
+
+    def _read_borrowed(self) -> None:
+        bits = bytes(self._bits)
+        # Bits that are being written belong to the next report, which is read then.
+        if zlib.crc32(bits) == self.report.borrowed_crc:
+            set_bits = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8)))
+            self.borrowed = frozenset(set_bits.tolist())
+
+
+class RankPages(PageBackend):
+    """PageBackend over the pages of all ranks of an engine, whose steps carry its operations.
+
+    `drain` returns those that the next step has to carry, and each rank's RankPager carries them
+    out. Figures are those of the rank with the worst.
+    """
+
+    def __init__(self, ranks: Sequence[_Rank], blocks: int) -> None:
+        """Begin with the first reports. Raises RankError if they do not fit together."""
+        self._ranks = ranks
+        first = ranks[0].report
+        self.granules = Granules(first.blocks, first.granule_blocks)
+        for rank in ranks:
+            report = rank.report
+            if (report.blocks, report.granule_blocks) != (blocks, first.granule_blocks):
+                raise RankError(
+                    f"rank {report.rank} has {report.blocks} KV blocks in granules of"
+                    f" {report.granule_blocks}, and its engine {blocks} in granules of"
+                    f" {first.granule_blocks}"
+                )
+        self.always_restores = all(rank.report.always_restores for rank in ranks)
+        self.bytes_total = max(rank.report.bytes_total for rank in ranks)
+        mapped = min(rank.report.mapped for rank in ranks)
+        self._granule_bytes = self.bytes_total // blocks * first.granule_blocks
+        self._held = set(range(mapped, self.granules.count))
+        self._issued = 0
+        self._recalled = 0
+        self._queue: list[Operation] = []
+        self._outstanding: deque[Operation] = deque()
+        self._fetching: Operation | None = None
+        # Granules in `_held` that every rank has mapped, and those that some may have.
+        self._fetched: set[int] = set()
+        self._tried: set[int] = set()
+        if any(rank.report.mapped != mapped for rank in ranks):
+            self._issue(Kind.RELEASE, self._held)
+
+    @classmethod
+    def of_processes(cls, pids: Iterable[int], ranks: int, blocks: int) -> Self:
+        """Return the pages of an engine whose `ranks` ranks are among these processes.
+
+        Raises RankError if any of them does not report.
+        """
+        reporting = (rank for pid in pids for rank in _reporting(pid) if rank.report.pid == pid)
+        found = {rank.report.rank: rank for rank in reporting if rank.report.ranks == ranks}
+        missing = [str(rank) for rank in range(ranks) if rank not in found]
+        if missing:
+            raise RankError(f"no report on the KV pages of rank {', '.join(missing)}")
+        return cls([found[rank] for rank in range(ranks)], blocks)
+
+    def drain(self) -> Sequence[Operation]:
+        operations, self._queue = tuple(self._queue), []
+        return operations
+
+    @property
+    def settled(self) -> bool:
+        self._read()
+        return not self._outstanding
+
+    @property
+    def bytes_returned(self) -> int:
+        self._read()
+        coming = sum(len(o.granules) for o in self._outstanding if o.kind in _MAPPING)
+        least = min(rank.report.bytes_returned for rank in self._ranks)
+        return max(0, least - coming * self._granule_bytes)
+
+    @property
+    def released(self) -> Collection[int]:
+        return self._held
+
+    @property
+    def kept(self) -> int:
+        self._read()
+        going = sum(len(o.granules) for o in self._outstanding if o.kind is Kind.RELEASE)
+        return going + max(rank.report.kept for rank in self._ranks)
+
+    @property
+    def owed(self) -> int:
+        self._read()
+        owed = max(rank.report.owed for rank in self._ranks)
+        going = (o.granules for o in self._outstanding if o.kind is Kind.RELEASE)
+        return owed and max(0, owed - sum(map(self.borrowed, (g for some in going for g in some))))
+
+    def borrowed(self, granule: int) -> bool:
+        return any(granule in rank.borrowed for rank in self._ranks)
+
+    def release(self, granules: Collection[int]) -> None:
+        self._held.update(granules)
+        self._issue(Kind.RELEASE, self._tried.union(granules))
+        self._forget_fetched()
+
+    def restore(self, granules: Collection[int]) -> None:
+        """Put pages under these granules before the next step; those that are `ready` alone.
+
+        Raises DeviceMemoryShort for others, unless `always_restores`.
+        """
+        if self.always_restores and granules:
+            self._issue(Kind.RESTORE, granules)
+        elif granules:
+            if not self._fetched.issuperset(granules):
+                raise DeviceMemoryShort("KV pages are not mapped on every rank yet; they may be")
+            self._fetched.difference_update(granules)
+            self._tried.difference_update(granules)
+        self._held.difference_update(granules)
+
+    def ready(self, granules: Sequence[int]) -> int:
+        """Return how many of these granules, in order, every rank has mapped; have them mapped."""
+        if self.always_restores:
+            return len(granules)
+        self._read()
+        count = next((n for n, g in enumerate(granules) if g not in self._fetched), len(granules))
+        if count < len(granules) and self._fetching is None:
+            self._fetching = self._issue(Kind.FETCH, granules[count:])
+            self._tried.update(granules[count:])
+        return count
+
+    def recall(self, granules: int) -> None:
+        if not granules and self._tried:
+            self._issue(Kind.RELEASE, self._tried)
+            self._forget_fetched()
+        if granules or self._recalled:
+            self._issue(Kind.RECALL, wanted=granules)
+            self._recalled = granules
+
+    def poll(self) -> bool:
+        """Read the reports; return True if an operation is under way or more is to be lent.
+
+        Raises RankError if a rank failed.
+        """
+        self._read()
+        for rank in self._ranks:
+            if rank.report.failure:
+                raise RankError(f"rank {rank.report.rank}: {rank.report.failure}")
+        return bool(self._outstanding) or any(rank.report.lends for rank in self._ranks)
+
+    def _issue(self, kind: Kind, granules: Collection[int] = (), wanted: int = 0) -> Operation:
+        self._issued += 1
+        operation = Operation(self._issued, kind, tuple(granules), wanted)
+        self._queue.append(operation)
+        self._outstanding.append(operation)
+        return operation
+
+    def _forget_fetched(self) -> None:
+        self._tried.clear()
+        self._fetched.clear()
+        self._fetching = None
+
+    def _read(self) -> None:
+        changed = [rank.changed() for rank in self._ranks]
+        if True not in changed:
+            return
+        done = min(rank.report.done for rank in self._ranks)
+        while self._outstanding and self._outstanding[0].number <= done:
+            self._outstanding.popleft()
+        fetch = self._fetching
+        if fetch is not None and fetch.number <= done:
+            everywhere = min(rank.report.fetched for rank in self._ranks)
+            self._fetched.update(fetch.granules[:everywhere])
+            self._fetching = None
+
+
+_MAPPING: Final = (Kind.RESTORE, Kind.FETCH)
+
+
+def _reporting(pid: int) -> Iterator[_Rank]:
+    """Yield the rank whose report a process has open; nothing for another process."""
+    folder = f"/proc/{pid}/fd"
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            with suppress(OSError, ValueError, PageUnreadable):
+                path = f"{folder}/{name}"
+                if os.readlink(path).startswith(f"/memfd:{MEMFD}"):
+                    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                    try:
+                        yield _Rank(descriptor)
+                    finally:
+                        os.close(descriptor)
