@@ -36,6 +36,22 @@ GUEST = PoolSpec(
 )
 """A host and its guest, on one page."""
 
+RANKS = (
+    "--tensor-parallel-size=2",
+    "--distributed-executor-backend=mp",
+    "--worker-cls=executor.vllm.cpu_worker.CpuKvWorker",
+)
+RANKED_GUEST = PoolSpec(
+    "ranked",
+    EngineRole.GUEST,
+    page="ranked",
+    # Each rank has as much, and one returns a gibibyte.
+    kv_bytes=1280 * MIB,
+    stream_interval=4,
+    args=(TOKENS_ONLY, "--generation-config=vllm", *RANKS),
+)
+"""A guest over two ranks, whose KV memory is in processes of their own."""
+
 SWAPPED = PoolSpec(
     "swapped",
     EngineRole.GUEST,

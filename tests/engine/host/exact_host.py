@@ -2,7 +2,8 @@
 
 In one process, with the plugin attached anew for each state: an engine takes long to start. First
 the host is only observed; then it lends: each round is a burst of requests, and between bursts the
-host is idle, and lends.
+host is idle, and lends. ROSE_TEST_RANKS=2 makes an engine over two ranks, which lends from its
+start on or never.
 """
 
 import json
@@ -24,12 +25,14 @@ from executor.control_page.page import LAYOUT_VERSION, PAGE_BYTES
 MODEL = sys.argv[1]
 PAGE = Path(sys.argv[2]) if len(sys.argv) > 2 else None
 VOCABULARY = 96
+UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 Prompts = list[dict[str, list[int]]]
 PROMPTS: Prompts = [
     {"prompt_token_ids": [(7 * k + 11 * n) % VOCABULARY for k in range(30 + n)]} for n in range(6)
 ]
 # Small enough that the largest bursts need all of it.
 KV_BYTES = 24 << 20
+RANKS = int(os.environ.get("ROSE_TEST_RANKS", "1"))
 ROUNDS = 6
 
 
@@ -39,12 +42,17 @@ def build() -> LLM:
         skip_tokenizer_init=True,
         enforce_eager=True,
         dtype="float32",
-        kv_cache_memory_bytes=KV_BYTES,
+        kv_cache_memory_bytes=KV_BYTES // RANKS,
         max_model_len=512,
         block_size=32,
         enable_prefix_caching=False,
-        distributed_executor_backend="vllm.v1.executor.uniproc_executor.UniProcExecutor",
+        **(over_ranks() if RANKS > 1 else {"distributed_executor_backend": UNIPROC}),
     )
+
+
+def over_ranks() -> dict[str, Any]:
+    worker = {"worker_cls": "executor.vllm.cpu_worker.CpuKvWorker"} if PAGE else {}
+    return {"distributed_executor_backend": "mp", "tensor_parallel_size": RANKS, **worker}
 
 
 def greedy(tokens: int) -> SamplingParams:
@@ -68,6 +76,7 @@ class Engine:
         self._llm = build()
         self._core = self._llm.llm_engine.engine_core.engine_core
         self.lent: list[int] = []
+        self.returned: list[int] = []
 
     @property
     def scheduler(self) -> Any:
@@ -105,6 +114,7 @@ class Engine:
         lender = getattr(self.scheduler, "lender", None)
         if lender is not None:
             self.lent.append(lender.lent.granules_lent)
+            self.returned.append(lender.lent.bytes_lent)
 
     def shutdown(self) -> None:
         self._llm.llm_engine.engine_core.shutdown()
@@ -215,11 +225,17 @@ def lending(engine: Engine, page: Path) -> dict[str, Any]:
         engine.lent.clear()
         engine.scheduler.give_up()
         engine.scheduler.attach()
-        lends = engine.scheduler.lender is not None
-        found[name] = {"lends": lends, "answers": engine.answers(), "lent": engine.lent[:]}
-        queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue
-        found[name]["queue"] = type(queue).__name__
+        found[name] = lent_meanwhile(engine)
     return found
+
+
+def lent_meanwhile(engine: Engine) -> dict[str, Any]:
+    lends = engine.scheduler.lender is not None
+    found = {"lends": lends, "answers": engine.answers(), "lent": engine.lent[:]}
+    queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue
+    found |= {"queue": type(queue).__name__, "returned": max(engine.returned, default=0)}
+    lender = engine.scheduler.lender
+    return found | {"granule_bytes": lender.pool.granule_bytes if lender is not None else 0}
 
 
 def stock(engine: Engine) -> dict[str, Any]:
@@ -230,9 +246,12 @@ def main() -> None:
     if PAGE:
         PAGE.parent.mkdir(exist_ok=True)
     engine = Engine()
-    found = stock(engine) if PAGE is None else {"observed": observed(engine, PAGE)}
-    if PAGE is not None:
-        found["lending"] = lending(engine, PAGE)
+    if PAGE is None:
+        found = stock(engine)
+    elif RANKS > 1:
+        found = {"tokens": engine.tokens(), **lent_meanwhile(engine)}
+    else:
+        found = {"observed": observed(engine, PAGE), "lending": lending(engine, PAGE)}
     # vLLM writes to standard output as well.
     sys.stdout.write("\nRESULT " + json.dumps(found) + "\n")
     sys.stdout.flush()
