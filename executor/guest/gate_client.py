@@ -13,10 +13,13 @@ an idle engine core runs no scheduler code at all and an orphaned guest must sti
 import logging
 import math
 import os
+import select
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Final, NamedTuple, Self
 
@@ -238,7 +241,10 @@ class GrantLiveness:
 
 
 class Watchdog(threading.Thread):
-    """Thread that checks the grant and beats on the page, and ends the process if it must."""
+    """Thread that checks the grant and beats on the page, and ends the process if it must.
+
+    An engine over several ranks ends whole: with the first rank that ends, and no rank outlives it.
+    """
 
     def __init__(
         self,
@@ -247,13 +253,19 @@ class Watchdog(threading.Thread):
         beat: Callable[[int], None],
         leave: Callable[[int], object] = os._exit,
         tick_s: float = TICK_S,
+        ranks: Collection[int] = (),
     ) -> None:
+        """Prepare to watch; ranks: process ids of the engine's ranks. Raises ProcessLookupError."""
         super().__init__(name="rose-watchdog", daemon=True)
         self._page = page
         self._orphan = orphan
         self._beat = beat
         self._leave = leave
         self._tick_s = tick_s
+        self._ranks = [os.pidfd_open(pid) for pid in ranks]
+        self._ended = select.poll()
+        for rank in self._ranks:
+            self._ended.register(rank, select.POLLIN)
 
     def run(self) -> None:
         """Watch until the process has to end, then call `leave` with the exit code.
@@ -264,6 +276,9 @@ class Watchdog(threading.Thread):
         try:
             code = self._watch()
         finally:
+            for rank in self._ranks:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank, signal.SIGKILL)
             self._leave(code)
 
     def _watch(self) -> int:
@@ -275,6 +290,9 @@ class Watchdog(threading.Thread):
                 # os._exit flushes nothing, and a frozen engine may hold every lock of logging.
                 os.write(sys.stderr.fileno(), f"rose: guest ends itself: {why}\n".encode())
                 return EXIT_KILLED if why is FreezeReason.KILLED else EXIT_ORPHANED
+            if self._ended.poll(0):
+                os.write(sys.stderr.fileno(), b"rose: guest ends itself: a rank of it ended\n")
+                return EXIT_BROKEN
             self._beat(now_ns)
             time.sleep(self._tick_s)
 

@@ -81,7 +81,7 @@ class GuestPlugin(ABC):
         self._kv = GuestKv(pool, self._rollouts, self._preempt)
         self._gate = GateClient(page, self._kv.mapped, limits, model, block_tokens)
         orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
-        Watchdog(page, orphan, self._gate.beat).start()
+        Watchdog(page, orphan, self._gate.beat, ranks=pool.pages.processes).start()
         self.gated = True
 
     def permit(self) -> tuple[int, int]:

@@ -95,6 +95,11 @@ class PageBackend(ABC):
         return False
 
     @property
+    def processes(self) -> Collection[int]:
+        """Ids of the other processes that the memory lies in; empty for memory of this one."""
+        return ()
+
+    @property
     def settled(self) -> bool:
         """True if all earlier calls were carried out wherever the memory lies."""
         return True

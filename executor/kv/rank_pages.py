@@ -297,6 +297,10 @@ class RankPages(PageBackend):
         return operations
 
     @property
+    def processes(self) -> Collection[int]:
+        return [rank.report.pid for rank in self._ranks]
+
+    @property
     def settled(self) -> bool:
         self._read()
         return not self._outstanding

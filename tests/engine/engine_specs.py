@@ -36,11 +36,7 @@ GUEST = PoolSpec(
 )
 """A host and its guest, on one page."""
 
-RANKS = (
-    "--tensor-parallel-size=2",
-    "--distributed-executor-backend=mp",
-    "--worker-cls=executor.vllm.cpu_worker.CpuKvWorker",
-)
+RANKS = ("--tensor-parallel-size=2", "--distributed-executor-backend=mp")
 RANKED_GUEST = PoolSpec(
     "ranked",
     EngineRole.GUEST,
@@ -48,9 +44,23 @@ RANKED_GUEST = PoolSpec(
     # Each rank has as much, and one returns a gibibyte.
     kv_bytes=1280 * MIB,
     stream_interval=4,
-    args=(TOKENS_ONLY, "--generation-config=vllm", *RANKS),
+    args=(
+        *(TOKENS_ONLY, "--generation-config=vllm", *RANKS),
+        "--worker-cls=gated_cpu_worker.GatedCpuWorker",
+    ),
+    environ=(("ROSE_GATED_START", "1"),),
 )
-"""A guest over two ranks, whose KV memory is in processes of their own."""
+RANKED_HOST = PoolSpec(
+    "ranked-host",
+    EngineRole.HOST,
+    page="ranked",
+    args=(
+        *(TOKENS_ONLY, "--no-enable-prefix-caching", *RANKS),
+        "--worker-cls=executor.vllm.cpu_worker.CpuKvWorker",
+    ),
+    environ=(("ROSE_HOST_LEVEL", "lend"),),
+)
+"""A guest and a host over two ranks, whose KV memory is in processes of their own."""
 
 SWAPPED = PoolSpec(
     "swapped",

@@ -1,10 +1,10 @@
-"""vLLM's own CPU worker with a gated start, as `ReservedKvWorker` is its GPU worker with one."""
+"""`CpuKvWorker` over a worker whose start runs the model, as a GPU's does."""
 
 from typing import Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from executor.vllm.rank_worker import GatedStart
+from executor.vllm.rank_worker import GatedStart, RankedWorker
 
 SIZES = (16, 1)
 
@@ -18,5 +18,5 @@ class WarmingCpuWorker(CPUWorker):
         return super().compile_or_warm_up_model()
 
 
-class GatedCpuWorker(GatedStart, WarmingCpuWorker):
+class GatedCpuWorker(RankedWorker, GatedStart, WarmingCpuWorker):
     """CPU worker with a gate, for tests."""

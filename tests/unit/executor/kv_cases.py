@@ -220,7 +220,7 @@ class StandInRunner:
 class NoWatchdog:
     """Tests end their own process."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def start(self) -> None:

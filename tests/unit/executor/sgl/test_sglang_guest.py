@@ -76,7 +76,7 @@ class SglangGuestRig:
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SglangGuestRig]:
     monkeypatch.setattr(
-        "executor.guest.plugin.Watchdog", lambda *_: SimpleNamespace(start=lambda: None)
+        "executor.guest.plugin.Watchdog", lambda *_, **__: SimpleNamespace(start=lambda: None)
     )
     with ControlPage.create(tmp_path / "page") as page:
         rig = SglangGuestRig(page)
