@@ -22,6 +22,7 @@ from executor.guest.gate_client import StartGate
 from executor.kv.backing import NoPages, PageBackend
 from executor.kv.rank_pages import RankPager
 from executor.vllm.kv_backing import kv_pages
+from executor.vllm.probes import check_addresses
 
 OPERATIONS: Final = "rose_page_operations"
 """Attribute of a step's SchedulerOutput: the operations that each rank carries out before it."""
@@ -93,6 +94,7 @@ class RankedWorker:
             common.close()
         if isinstance(pages, NoPages):
             return None
+        check_addresses(self.vllm_config, self._kv_cache_config, pages)
         return RankPager(pages, granules, self.rank, ranks)
 
 
