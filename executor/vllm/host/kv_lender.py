@@ -37,7 +37,8 @@ from executor.vllm.surfaces import LENDING
 
 HOLD_NS: Final = 250_000_000
 IN_REACH: Final = (
-    "use UniProcExecutor, and on a GPU --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
+    "use UniProcExecutor, over several ranks --worker-cls executor.vllm.cpu_worker.CpuKvWorker, and"
+    " on a GPU --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
 )
 
 
