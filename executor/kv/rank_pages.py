@@ -104,7 +104,6 @@ class RankPager:
     def __init__(self, pages: PageBackend, granules: Granules, rank: int, ranks: int) -> None:
         """Take over the pages, and publish a first report. Raises OSError without a memfd."""
         self.pages = pages
-        self._granules = granules
         bits = -(-granules.count // 8)
         first = section_bytes(RankReport)
         descriptor = os.memfd_create(f"{MEMFD}{rank}")
@@ -126,7 +125,8 @@ class RankPager:
             granules.count - len(pages.released),
             pages.always_restores,
         )
-        self._publish(replace(self._measured(), borrowed_crc=self._write_borrowed()))
+        self._borrowed = np.zeros(granules.count, np.bool_)
+        self._publish(self._measured(range(granules.count)))
 
     def carry_out(self, operations: Sequence[Operation]) -> None:
         """Carry out a step's operations before its work, and publish a report if it changed.
@@ -143,9 +143,8 @@ class RankPager:
             with suppress(DeviceMemoryShort):
                 # If the device has no room to import them, lent pages go back, and come again.
                 self._report = replace(self._report, lends=pages.poll())
-            self._report = self._measured()
-            if operations:
-                self._report = replace(self._report, borrowed_crc=self._write_borrowed())
+            moved = {granule for operation in operations for granule in operation.granules}
+            self._report = self._measured(moved)
         except Exception as error:  # noqa: BLE001 -- the scheduler decides what an error ends
             self._report = replace(self._report, failure=str(error) or type(error).__name__)
         if self._report != before:
@@ -174,25 +173,20 @@ class RankPager:
         there = (granule not in self.pages.released for granule in granules)
         return next((count for count, mapped in enumerate(there) if not mapped), len(granules))
 
-    def _measured(self) -> RankReport:
-        pages = self.pages
+    def _measured(self, moved: Collection[int]) -> RankReport:
+        """Return the report of now; `moved`: granules that may be borrowed since, or no more."""
+        pages, held = self.pages, self.pages.released
+        for granule in moved:
+            self._borrowed[granule] = granule not in held and pages.borrowed(granule)
+        bits = np.packbits(self._borrowed).tobytes()
+        self._bits[:] = bits
         return replace(
             self._report,
             bytes_returned=max(0, pages.bytes_returned),
             kept=pages.kept,
             owed=pages.owed,
+            borrowed_crc=zlib.crc32(bits),
         )
-
-    def _write_borrowed(self) -> int:
-        held = self.pages.released
-        bits = np.packbits(
-            [
-                granule not in held and self.pages.borrowed(granule)
-                for granule in range(self._granules.count)
-            ]
-        ).tobytes()
-        self._bits[:] = bits
-        return zlib.crc32(bits)
 
     def _publish(self, report: RankReport) -> None:
         self._report = report

@@ -25,7 +25,7 @@ from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 RANKS, BLOCKS, GRANULES = 2, 32, 16
 RESERVE = 4
-# Of each GPU, beside the host's pages, alias pages and its window's.
+# Pages of each GPU beside the host's, the alias pages and that of the window.
 OWN_PAGES = (2, 5)
 
 

@@ -259,7 +259,13 @@ def test_a_start_with_less_memory_is_that_of_the_rank_with_the_least() -> None:
 def test_loans_are_those_of_any_rank() -> None:
     ranks = InProcess()
     pages, (one, two) = ranks.pages, ranks.backends
+    pages.release([3, 4, 5])
+    ranks.step()
     two.foreign, two.wanted, one.lends = {3, 4, 5}, 2, True
+    assert pages.ready([3, 4, 5]) == 0
+    ranks.step()
+    assert pages.ready([3, 4, 5]) == 3
+    pages.restore([3, 4, 5])
     pages.recall(5)
     ranks.step()
     assert (one.recalled, two.recalled) == (5, 5)
