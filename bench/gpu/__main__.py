@@ -12,22 +12,27 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from bench.gpu.machine import (
-    REHEARSAL_LOGS,
-    REHEARSAL_OUT,
-    REHEARSAL_PLACE,
-    ROOT,
-    StandInCard,
-    chosen,
-    insist_alone,
-    remarks,
-    revision_of,
-)
-from bench.gpu.measure import Measure, measure_apart
-from bench.gpu.pieces import REHEARSAL, GpuPiece, ServingSizes, Sizes, pieces_of
-from bench.gpu.runner import NO_CLAIM, Runner, RunRequest, folder_of, summary
-from rose.errors import ConfigError, RoseError
-from rose.nvml import CardReader, Nvml, insist_usable
+try:
+    from bench.gpu.machine import (
+        REHEARSAL_LOGS,
+        REHEARSAL_OUT,
+        REHEARSAL_PLACE,
+        ROOT,
+        StandInCard,
+        chosen,
+        insist_alone,
+        remarks,
+        revision_of,
+    )
+    from bench.gpu.measure import Measure, measure_apart
+    from bench.gpu.pieces import REHEARSAL, GpuPiece, ServingSizes, Sizes, pieces_of
+    from bench.gpu.runner import NO_CLAIM, Runner, RunRequest, folder_of, summary
+    from rose.errors import ConfigError, RoseError
+    from rose.nvml import CardReader, Nvml, insist_usable
+except ModuleNotFoundError as error:
+    # The Python that sees the card is rarely the one that has ROSE.
+    sys.stderr.write(f"gpu: {error.name} is not installed for {sys.executable}; see docs/gpu.md\n")
+    sys.exit(2)
 
 DEFAULT_OUT, DEFAULT_LOGS = Path("bench/results"), Path("out/gpu")
 

@@ -1,5 +1,7 @@
 """A machine or card that cannot be measured: found first, told in one line, nothing touched."""
 
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +29,18 @@ def refused(tmp_path: Path, capsys: Any, reader: Callable[[], CardReader], *opti
     assert not out.exists()
     assert not (tmp_path / "logs").exists()
     return str(said.err)
+
+
+def test_a_package_that_its_python_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("bench.gpu.__main__", "bench.gpu.pieces"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "bench.coserve.plan", None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("bench.gpu", run_name="__main__")
+    assert ended.value.code == 2
+    assert "bench.coserve.plan is not installed for" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
