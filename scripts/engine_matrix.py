@@ -2,8 +2,7 @@
 
 A wheel is downloaded and unpacked, and its source read (`executor.engine_surfaces`). A CPU build of
 vLLM that fits this environment's torch also runs the unit tests that touch vLLM's schedulers and
-block pools, in the place of the installed one, and with --contract the contract suite: a part of
-it, or all in a quarter of an hour.
+block pools, in the place of the installed one, and with --contract a part of the contract suite.
 """
 
 import argparse
@@ -94,14 +93,10 @@ def tested(folder: Path) -> dict[str, int] | None:
 
 
 def kept(folder: Path, part: str) -> dict[str, str]:
-    """Return the outcome of each promise of the contract suite that ran on the vLLM in `folder`.
-
-    part: name of a test file of the suite, such as `guest`, or `all`.
-    """
+    """Return the outcomes of the contract suite's test file `part` on the vLLM in `folder`."""
     env = os.environ | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
-    where = "tests/engine/contract" + (f"/test_{part}_contract.py" if part != "all" else "")
-    named = " and ".join(VLLM.name.split())
-    words = [sys.executable, "-m", "pytest", "-q", "-n0", "-k", named, where]
+    file, named = f"tests/engine/contract/test_{part}_contract.py", " and ".join(VLLM.name.split())
+    words = [sys.executable, "-m", "pytest", "-q", "-n0", "-k", named, file]
     RUN.unlink(missing_ok=True)
     subprocess.run(words, env=env, cwd=ROOT, check=False)
     return dict(json.loads(RUN.read_text(encoding="utf-8"))[VLLM.name]) if RUN.exists() else {}
@@ -124,9 +119,7 @@ def main() -> int:
     """Look at each version and write the results; return 1 if a test failed on one."""
     parser = argparse.ArgumentParser(prog="scripts/engine-matrix")
     parser.add_argument("--no-tests", action="store_true", help="look at names alone")
-    parser.add_argument(
-        "--contract", default="", metavar="PART", help="run the contract suite's test file, or all"
-    )
+    parser.add_argument("--contract", default="", metavar="PART", help="guest, host, weights, …")
     parser.add_argument("requirements", nargs="*", default=WHEELS, metavar="ENGINE==VERSION")
     args = parser.parse_args()
     known = json.loads(TAKEN.read_text(encoding="utf-8")) if TAKEN.exists() else {}
@@ -135,9 +128,10 @@ def main() -> int:
         found = row(requirement, tests=not args.no_tests, contract=args.contract)
         failed |= bool((found.get("tests") or {}).get("failed"))
         failed |= "failed" in found.get("contract", {}).values()
-        if contract := known.get(requirement, {}).get("contract", {}) | found.get("contract", {}):
+        before = known.get(requirement, {})
+        if contract := before.get("contract", {}) | found.get("contract", {}):
             found["contract"] = contract
-        known[requirement] = known.get(requirement, {}) | found
+        known[requirement] = before | found
         sys.stdout.write(f"{requirement}: {json.dumps(known[requirement])}\n")
         sys.stdout.flush()
     TAKEN.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")

@@ -24,7 +24,7 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 
@@ -101,24 +101,21 @@ def strictest(states: Sequence[HostState]) -> HostState:
     least = min(states, key=_promised_bytes)
     kv_total = sum(state.kv_total for state in states)
     fullest = max(states, key=lambda state: state.kv_used / max(1, state.kv_total))
-    return HostState(
-        step_seq=sum(state.step_seq for state in states),
+    return replace(
+        least,
+        **{name: sum(getattr(state, name) for state in states) for name in _SUMS},
         in_step=any(state.in_step for state in states),
-        running=sum(state.running for state in states),
-        waiting=sum(state.waiting for state in states),
-        queued_prefill_tokens=sum(state.queued_prefill_tokens for state in states),
         earliest_prefill_deadline_ns=_earliest(s.earliest_prefill_deadline_ns for s in states),
         earliest_decode_deadline_ns=_earliest(s.earliest_decode_deadline_ns for s in states),
         kv_used=-(-fullest.kv_used * kv_total // max(1, fullest.kv_total)),
         kv_total=kv_total,
-        busy_ns=sum(state.busy_ns for state in states),
         last_step_ns=max(state.last_step_ns for state in states),
         heartbeat_ns=min(s.heartbeat_ns for s in [s for s in states if not s.idle] or states),
-        granules_total=least.granules_total,
-        granules_lent=least.granules_lent,
-        bytes_lent=least.bytes_lent,
         reserve_missing=max(state.reserve_missing for state in states),
     )
+
+
+_SUMS: Final = "step_seq", "running", "waiting", "queued_prefill_tokens", "busy_ns"
 
 
 def _promised_bytes(state: HostState) -> float:
