@@ -117,7 +117,7 @@ class BenchProcess:
 
     def start(self) -> Self:
         """Start it; a second start is a new life of a process that has ended."""
-        options = [f"parent={os.getpid()}", *(f"core={core}" for core in self.core[:1])]
+        options = [f"parent={os.getpid()}", *(f"cores={core}" for core in self.core[:1])]
         placer = (sys.executable, "-I", "-S", launcher.__file__, *options, "--")
         log = self.log.open("ab") if self.log else None
         try:

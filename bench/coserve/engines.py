@@ -136,7 +136,7 @@ class Engines(EngineSet):
         return self._spec(
             *(GUEST, EngineRole.GUEST, GUEST_MODEL, streams, self.settings.guest),
             {STEP_LOG: str(self.settings.out.resolve()), "ROSE_ORPHAN_S": "5"},
-            core=core,
+            cores=() if core is None else (core,),
             # Two to three times what its streams need: a halved cap is felt, a whole one is not.
             kv_bytes=16 << 20,
             stream_interval=16,

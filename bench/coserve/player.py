@@ -445,7 +445,8 @@ async def playing(
         path.write_text(config.model_dump_json())
         argv = (sys.executable, "-m", "bench.load.generator", "--config", str(path))
         log = logs / "load.log"
-        load = await JsonlProcess.start(ProcessSpec("load", argv, log=log, core=core, piped=True))
+        cores = () if core is None else (core,)
+        load = await JsonlProcess.start(ProcessSpec("load", argv, log=log, cores=cores, piped=True))
         stack.push_async_callback(load.stop)
         await load.expect("ready", READY_TIMEOUT_S)
         # Any number of requests at once, each with a timeout.

@@ -198,7 +198,7 @@ class Stack:
     ) -> None:
         argv = (sys.executable, "-m", module, *arguments)
         log = self.layout.logs / f"{name}.log"
-        spec = ProcessSpec(name=name, argv=argv, log=log, core=core)
+        spec = ProcessSpec(name=name, argv=argv, log=log, cores=(core,))
         self.processes[name] = await ManagedProcess.start(spec)
 
     async def _child(self, name: str, module: str, config: dict[str, object]) -> JsonlProcess:
@@ -208,7 +208,7 @@ class Stack:
                 argv=(sys.executable, "-m", module, *self._config(name, config)),
                 env={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
                 log=self.layout.logs / f"{name}.log",
-                core=TRAINING_CORE,
+                cores=(TRAINING_CORE,),
                 piped=True,
             )
         )
@@ -245,7 +245,7 @@ class Stack:
             model_dir=self.settings.host_model or self.host_dir,
             port=self.ports.host,
             log=self.layout.logs / "engine-host.log",
-            core=SERVING_CORE,
+            cores=(SERVING_CORE,),
             control_page=page,
             engine=EngineKind(self.settings.host),
             python=python,

@@ -38,9 +38,9 @@ LENDING: Final = "lending"
 class HostDescription:
     """Model, latency targets, GPUs and engine of a host, in a JSON file beside its control page.
 
-    A target of 0 is unknown; `devices` are the UUIDs of its GPUs. seated_ns: CLOCK_MONOTONIC time
-    at which the host took the page's seat. engine: its name and version. support: of that version,
-    `tested` or `probed`. lacks: what the host was asked for and cannot, as `capability: reason`.
+    A target of 0 is unknown; `devices` are the UUIDs of its GPUs, by its ranks. seated_ns:
+    CLOCK_MONOTONIC time at which the host took the page's seat. engine: its name and version.
+    support: of that version, `tested` or `probed`. lacks: what the host was asked for and cannot, as `capability: reason`.
     """
 
     model: str
@@ -129,6 +129,8 @@ class HostDescription:
         for device in devices:
             if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
                 raise ValueError(f"{device!r:.80} is no UUID of a GPU")
+        if len(set(devices)) < len(devices):
+            raise ValueError("devices names a GPU twice")
         if not isinstance(seated_ns, int) or isinstance(seated_ns, bool):
             raise TypeError("seated_ns is no number")
         ttft_s, tpot_s = _target(said["ttft_s"]), _target(said["tpot_s"])

@@ -158,11 +158,11 @@ def check_memory(what: str, needed_bytes: int, headroom_bytes: int = 0) -> None:
         )
 
 
-def engine_bytes(model_dir: Path, kv_bytes: int) -> int:
+def engine_bytes(model_dir: Path, kv_bytes: int, ranks: int = 1, copies: int = 1) -> int:
     """Return the bytes of RAM that a CPU engine is expected to take: its processes, weights as
-    large as on disk, and KV cache.
+    large as on disk in each of its `copies`, and KV cache on each rank.
     """
-    return MIN_FREE_BYTES_PER_ENGINE + weight_bytes(model_dir) + kv_bytes
+    return ranks * (MIN_FREE_BYTES_PER_ENGINE + kv_bytes) + copies * weight_bytes(model_dir)
 
 
 def weight_bytes(model_dir: Path) -> int:
@@ -176,9 +176,9 @@ def check_port(port: int, owner: str) -> None:
         raise ConfigError(f"port {port} ({owner}) is busy: {why}; choose another with --port-base")
 
 
-def check_model(model_dir: Path, *, weights: bool = True) -> None:
-    """Raise ConfigError unless the folder has config.json, a tokenizer's file and, with `weights`,
-    *.safetensors files.
+def check_model(model_dir: Path, *, weights: bool = True, tokenizer: Path | None = None) -> None:
+    """Raise ConfigError unless the folder has config.json and, with `weights`, *.safetensors
+    files, and `tokenizer`, without one the same folder, a tokenizer's file.
     """
     tokenizers = (
         "tokenizer.json",
@@ -187,11 +187,10 @@ def check_model(model_dir: Path, *, weights: bool = True) -> None:
         "tiktoken.model",
         "tekken.json",
     )
-    for names in (("config.json",), tokenizers, *([("*.safetensors",)] if weights else [])):
-        if not any(path for name in names for path in model_dir.glob(name)):
-            raise ConfigError(
-                f"{model_dir} has no {names[0]}; give a folder in Hugging Face's layout"
-            )
+    needed = [(model_dir, ("config.json",)), (tokenizer or model_dir, tokenizers)]
+    for folder, names in (*needed, *([(model_dir, ("*.safetensors",))] if weights else [])):
+        if not any(path for name in names for path in folder.glob(name)):
+            raise ConfigError(f"{folder} has no {names[0]}; give a folder in Hugging Face's layout")
 
 
 def check_profile(path: Path) -> None:
@@ -267,6 +266,9 @@ def check_replica_args(engine: EngineKind, words: Sequence[str]) -> None:
         for name in sorted(own):
             if name.startswith(option):
                 raise ConfigError(f"{name} is the node's to set; leave out {option}")
+        for name, its_field in sorted(kind.FIELDS.items()):
+            if name.startswith(option):
+                raise ConfigError(f"the node has {its_field} for {name}; leave out {option}")
         refused = kind.REFUSED | kind.REFUSED_IN_REPLICAS | kind.REFUSED_BY_NODE
         for name, meaning in sorted(refused.items()):
             if name.startswith(option):
@@ -286,15 +288,16 @@ def check_spec(spec: EngineSpec) -> None:
         )
     check_options(spec)
     dummy = spec.load_format == "dummy"
-    check_model(spec.model_dir, weights=not dummy)
+    check_model(spec.model_dir, weights=not dummy, tokenizer=spec.tokenizer)
     for profile in (spec.step_profile, spec.host_step_profile):
         if profile is not None:
             check_profile(profile)
     check_port(spec.port, spec.name)
     if spec.device is Device.CUDA:
-        needed, what = MIN_FREE_BYTES_PER_ENGINE, "processes"
+        needed, what = spec.ranks * MIN_FREE_BYTES_PER_ENGINE, "processes"
     else:
-        needed, what = engine_bytes(spec.model_dir, spec.kv_bytes), "processes, weights and KV"
+        sizes = spec.model_dir, spec.kv_bytes, spec.ranks, spec.data_parallel
+        needed, what = engine_bytes(*sizes), "processes, weights and KV"
     check_memory(f"engine {spec.name}: {what}", needed, spec.headroom_bytes)
 
 
@@ -441,7 +444,7 @@ def process_spec(spec: EngineSpec) -> ProcessSpec:
         argv=(spec.interpreter, "-m", kind.MODULE, *kind.arguments(spec)),
         env=_environment(spec) | kind.environment(spec) | spec.extra_env,
         log=spec.log,
-        core=spec.core,
+        cores=spec.cores,
         share=share_of(spec),
         cgroup=spec.cgroup,
         family=True,  # an engine core lives on for good when its API process is killed

@@ -29,17 +29,22 @@ REFUSED_IN_REPLICAS = {
 }
 # Options that a node does not give to its replicas.
 REFUSED_BY_NODE = {
-    "--tp-size": "several ranks",
-    "--tensor-parallel-size": "several ranks",
-    "--pp-size": "several ranks",
-    "--pipeline-parallel-size": "several ranks",
-    "--dp-size": "several ranks",
-    "--data-parallel-size": "several ranks",
+    "--pp-size": "pipeline stages, of which the last alone proves an update",
+    "--pipeline-parallel-size": "pipeline stages, of which the last alone proves an update",
     "--tokenizer-worker-num": "several API processes",
     "--nnodes": "several machines",
     "--config": "options in a file",
     "--api-key": "a key of its own",
     "--admin-api-key": "a key of its own",
+}
+# Options that a node's file has a field of its own for.
+FIELDS = {
+    "--tp-size": "tensor_parallel",
+    "--tensor-parallel-size": "tensor_parallel",
+    "--dp-size": "data_parallel",
+    "--data-parallel-size": "data_parallel",
+    "--ep-size": "expert_parallel",
+    "--expert-parallel-size": "expert_parallel",
 }
 _PLUGINS: Final = {
     EngineRole.HOST: "rose_host",
@@ -95,6 +100,14 @@ def _arguments(spec: EngineSpec, tokens: int) -> list[str]:
         # An idle engine waits for messages: otherwise it would spin on a core that others share.
         "--sleep-on-idle",
     ]
+    if spec.tensor_parallel > 1:
+        made.append(f"--tp-size={spec.tensor_parallel}")
+    if spec.expert_parallel:
+        made.append(f"--ep-size={spec.tensor_parallel}")
+    if spec.trust_remote_code:
+        made.append("--trust-remote-code")
+    if spec.tokenizer:
+        made.append(f"--tokenizer-path={spec.tokenizer}")
     if spec.device is Device.CPU:
         made.extend(_CPU_ARGS)
     elif spec.enforce_eager:
@@ -124,7 +137,7 @@ def environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def kv_tokens(spec: EngineSpec) -> int:
-    """Return the number of tokens whose KV fits in the engine's `kv_bytes`. Raises ConfigError if
+    """Return the number of tokens whose KV fits in each rank's `kv_bytes`. Raises ConfigError if
     the model's configuration does not give the KV size of a token.
     """
     path = Path(spec.model_dir) / "config.json"
@@ -134,6 +147,8 @@ def kv_tokens(spec: EngineSpec) -> int:
         layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
         kv_heads = config.get("num_key_value_heads") or heads
         size = config.get("head_dim") or config["hidden_size"] // heads
+        # A head is on one rank, or on several where there are fewer heads.
+        kv_heads = max(1, kv_heads // spec.tensor_parallel)
         a_token = 2 * layers * kv_heads * size * _DTYPE_BYTES[spec.dtype]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -90,8 +90,9 @@ class Device(StrEnum):
 class EngineSpec:
     """Specification of one engine process, from which its command line and environment are made.
 
-    kv_bytes: size of its KV cache. block_size: tokens of a block, None for the engine's choice.
-    core: CPU that it is pinned to.
+    kv_bytes: size of its KV cache on each rank. block_size: tokens of a block, None for the
+    engine's choice.
+    cores: CPUs that it is pinned to, () for any.
     stream_interval: tokens in a streamed chunk.
     control_page: page shared by a host and its guests; page_group: the group that may map it.
     orphan_s: seconds that a guest outlives the last grant.
@@ -110,6 +111,10 @@ class EngineSpec:
     enforce_eager: no compilation and no CUDA graphs; a CPU needs it.
     load_format: the engine's own; "dummy" makes random weights of a folder that has a
     configuration.
+    tensor_parallel: ranks of one copy of the model; data_parallel: copies. expert_parallel: each
+    expert lies whole on one rank.
+    trust_remote_code: run the Python files of the checkpoint. tokenizer: folder of the tokenizer,
+    None for the model's.
     """
 
     name: str
@@ -117,7 +122,7 @@ class EngineSpec:
     model_dir: Path
     port: int
     log: Path
-    core: int | None = None
+    cores: tuple[int, ...] = ()
     dtype: str = "bfloat16"
     kv_bytes: int = 64 << 20
     max_model_len: int = 512
@@ -143,8 +148,18 @@ class EngineSpec:
     device: Device = Device.CPU
     enforce_eager: bool = True
     load_format: str = "auto"
+    tensor_parallel: int = 1
+    data_parallel: int = 1
+    expert_parallel: bool = False
+    trust_remote_code: bool = False
+    tokenizer: Path | None = None
     extra_env: dict[str, str] = field(default_factory=dict)
     extra_args: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Number of the engine's worker processes, and of its GPUs if it has any."""
+        return self.tensor_parallel * self.data_parallel
 
     @property
     def interpreter(self) -> str:
@@ -171,6 +186,7 @@ class Capability(StrEnum):
     RANKS = "a prompt's logprobs come with ranks"
     PIECEWISE_PROOF = "an update is proved with one layer of the new version in memory at a time"
     SLEEP = "a dedicated replica gives up its weights on request"
+    COPIES = "a dedicated replica has several data-parallel ranks"
 
 
 LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
@@ -189,6 +205,7 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
                 Capability.RANKS: "it does not tell them",
                 Capability.PIECEWISE_PROOF: "its layers hand on more than their output",
                 Capability.SLEEP: "its route frees memory of an idle engine only",
+                Capability.COPIES: "ROSE's calls reach the ranks of one copy",
             }
         ),
     }

@@ -1,8 +1,10 @@
 """vLLM's command line and environment for an engine, the same for all versions that ROSE knows.
 
-Each engine runs its worker inside its engine core (UniProcExecutor): two processes would starve
-each other on one core, and only there the scheduler's plugin reaches the KV memory.
+An engine of one rank runs its worker inside its engine core (UniProcExecutor): two processes would
+starve each other on one core. Several ranks are a process each below their engine core ("mp").
 """
+
+from collections.abc import Iterator
 
 from rose.engines.spec import Device, EngineRole, EngineSpec
 
@@ -20,9 +22,7 @@ REFUSED_IN_REPLICAS = {
 }
 # Options that a node does not give to its replicas.
 REFUSED_BY_NODE = {
-    "--tensor-parallel-size": "several ranks",
-    "--pipeline-parallel-size": "several ranks",
-    "--data-parallel-size": "several ranks",
+    "--pipeline-parallel-size": "pipeline stages, of which the last alone proves an update",
     "--prefill-context-parallel-size": "several ranks",
     "--api-server-count": "several API processes",
     "--headless": "several machines",
@@ -32,6 +32,12 @@ REFUSED_BY_NODE = {
     "--ssl-keyfile": "TLS of its own",
     "--root-path": "other paths",
     "--kv-offloading-size": "offloaded KV memory",
+}
+# Options that a node's file has a field of its own for.
+FIELDS = {
+    "--tensor-parallel-size": "tensor_parallel",
+    "--data-parallel-size": "data_parallel",
+    "--enable-expert-parallel": "expert_parallel",
 }
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _PLUGINS = {
@@ -73,10 +79,15 @@ def arguments(spec: EngineSpec) -> list[str]:
         f"--max-num-seqs={spec.max_num_seqs}",
         *([f"--block-size={spec.block_size}"] if spec.block_size else []),
         f"--stream-interval={spec.stream_interval}",
-        f"--distributed-executor-backend={_EXECUTOR}",
+        f"--distributed-executor-backend={_EXECUTOR if spec.tensor_parallel == 1 else 'mp'}",
         "--disable-uvicorn-access-log",
         f"--load-format={spec.load_format}",
     ]
+    made.extend(_parallel(spec))
+    if spec.trust_remote_code:
+        made.append("--trust-remote-code")
+    if spec.tokenizer:
+        made.append(f"--tokenizer={spec.tokenizer}")
     if spec.enforce_eager:
         made.append("--enforce-eager")
     if spec.device is Device.CUDA:
@@ -88,6 +99,15 @@ def arguments(spec: EngineSpec) -> list[str]:
     if spec.role.is_replica:
         made.extend(_REPLICA_ARGS)
     return [*made, *spec.extra_args]
+
+
+def _parallel(spec: EngineSpec) -> Iterator[str]:
+    if spec.tensor_parallel > 1:
+        yield f"--tensor-parallel-size={spec.tensor_parallel}"
+    if spec.data_parallel > 1:
+        yield f"--data-parallel-size={spec.data_parallel}"
+    if spec.expert_parallel:
+        yield "--enable-expert-parallel"
 
 
 def own_options(spec: EngineSpec) -> set[str]:

@@ -57,17 +57,43 @@ Gpu = Annotated[int, Field(ge=0, strict=True)] | Annotated[str, Field(pattern="^
 # The validator names a key of another kind, which a pattern cannot.
 PublicKey = Annotated[str, Field(json_schema_extra={"pattern": "^[0-9a-f]{64}$"})]
 Label = Annotated[str, Field(min_length=1, max_length=253)]
+# Size of one dimension of an engine's ranks, all of which are on this machine.
+Ranks = Annotated[int, Field(ge=1, le=64)]
+Core = Annotated[int, Field(ge=0)]
 
 
-class HostConfig(Frozen):
+class OnGpus(Frozen):
+    """Base of configurations that name GPUs: `devices`, in the order of the engine's ranks, or
+    `device` for one.
+    """
+
+    device: Gpu | None = None
+    devices: tuple[Gpu, ...] = ()
+
+    @model_validator(mode="after")
+    def _named_once(self) -> Self:
+        if self.device is not None and self.devices:
+            raise ValueError("device is short for devices of one GPU; leave one of them out")
+        twice = [gpu for gpu in self.devices if self.devices.count(gpu) > 1]
+        if twice:
+            raise ValueError(f"devices: GPU {twice[0]} is named twice")
+        return self
+
+    @property
+    def gpus(self) -> tuple[Gpu, ...]:
+        """GPUs by their indices or UUIDs, () without one."""
+        return self.devices if self.device is None else (self.device,)
+
+
+class HostConfig(OnGpus):
     """Production engine (host) that this node watches and never starts or stops.
 
     engine: software that the host runs; its page has one layout for all, advice depends on it.
     name: label of a discovered host in metrics and logs; the host of a file needs none.
     page_group: name or number of the group that shares the page, for a host of another user; empty
     for the owner alone. The host's ROSE_PAGE_GROUP must say the same.
-    headroom_bytes: RAM of the machine, and memory of the GPU, that no guest may take.
-    device: index or UUID of the host's GPU, None without one.
+    headroom_bytes: RAM of the machine, and memory of each GPU, that no guest may take.
+    device, devices: index or UUID of the host's GPU, or of each of them.
     step_profile: file of `rose profile` for the host's model; guests judge the host's queue by it.
     metrics_url: `/metrics` of a host that runs without the plugin: it is watched, and its guest
     stays frozen. metrics_model: the model whose figures count, if it serves several.
@@ -111,8 +137,8 @@ class DiscoverConfig(Frozen):
     step_profile: Path | None = None
 
 
-class ReplicaConfig(Frozen):
-    """Rollout engine that this node runs: a guest shares the GPU (or core) of a host, a dedicated
+class ReplicaConfig(OnGpus):
+    """Rollout engine that this node runs: a guest shares GPUs (or cores) of a host, a dedicated
     replica has its own.
 
     Beside discovered hosts each host gets one guest of its own: ID-0, ID-1, on ports from `port`.
@@ -127,11 +153,14 @@ class ReplicaConfig(Frozen):
     runner: vLLM's; "pooling" serves a model that is not generative, a reward model's scores.
     step_profile: file of `rose profile`; without one a guest estimates steps, and learns as it
     runs.
-    kv_base_bytes: KV memory of a guest's own; beyond it the guest has what its host lends just now.
-    None: its KV memory does not depend on what the host lends.
+    kv_bytes: KV memory of each rank. kv_base_bytes: part of it that is a guest's own; beyond it the
+    guest has what its host lends just now. None: its KV memory does not depend on what the host
+    lends.
     kv_backend: how a guest gives KV pages back; see `EngineSettings`.
-    device: index or UUID of its GPU; "host" for the GPU of a guest's host. None computes on the
-    CPU.
+    device, devices: index or UUID of its GPU, or of each rank's; device "host" for the first GPUs
+    of a guest's host. Without any it computes on the CPU. core, cores: CPUs that it is pinned to.
+    tensor_parallel, data_parallel, expert_parallel, trust_remote_code: as `EngineSpec` has them.
+    tokenizer: folder of the tokenizer, the model's when left out.
     engine: software that it runs, whatever its host runs.
     engine_python: interpreter of the environment that has the engine, None for this one.
     extra_env: further environment of the engine; none of `OF_THE_NODE`. engine_args: further words
@@ -154,7 +183,13 @@ class ReplicaConfig(Frozen):
     model: str = Field(default="", max_length=253)
     models: dict[str, Path] = {}
     port: int = Field(gt=0, lt=65_536)
-    core: int | None = None
+    core: Core | None = None
+    cores: tuple[Core, ...] = ()
+    tensor_parallel: Ranks = 1
+    data_parallel: Ranks = 1
+    expert_parallel: bool = False
+    trust_remote_code: bool = False
+    tokenizer: Path | None = None
     kv_bytes: int = Field(default=64 << 20, gt=0)
     max_model_len: int = Field(default=512, gt=0)
     max_sequences: int = Field(default=64, gt=0)
@@ -214,6 +249,7 @@ class ReplicaConfig(Frozen):
             Capability.RETURN_GPU: ("kv_backend", self.kv_backend == "cuda"),
             Capability.POOLING: ("runner", self.runner == "pooling"),
             Capability.SLEEP: ("sleep_mode", self.sleep_mode),
+            Capability.COPIES: ("data_parallel", self.data_parallel > 1),
         }
         for capability, (name, given) in wanted.items():
             why = lacking(self.engine, capability) if given else None
@@ -225,8 +261,24 @@ class ReplicaConfig(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _a_place_for_each_rank(self) -> Self:
+        if self.core is not None and self.cores:
+            raise ValueError("core is short for cores of one CPU; leave one of them out")
+        if self.kind == "guest" and self.data_parallel > 1:
+            raise ValueError(
+                "data_parallel: a guest has one scheduler, which its gate holds; make it"
+                " tensor_parallel, or the replica dedicated"
+            )
+        if self.gpus and self.device != "host" and len(self.gpus) != self.ranks:
+            raise ValueError(
+                f"devices: {len(self.gpus)} named, and tensor_parallel x data_parallel is"
+                f" {self.ranks}; name one GPU for each rank"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _gpu_alone(self) -> Self:
-        if self.device is not None:
+        if self.gpus:
             return self
         if self.kv_backend == "cuda":
             raise ValueError("kv_backend cuda is for a GPU; name it in `device`")
@@ -237,19 +289,35 @@ class ReplicaConfig(Frozen):
         return self
 
     def beside(self, host: HostConfig, slot: int | None) -> Self:
-        """Return this guest's configuration beside one host: with the host's GPU if `device` is
-        "host", and with id and port numbered by `slot` for a discovered host.
+        """Return this guest's configuration beside one host: with the host's first GPUs, one for
+        each rank, if `device` is "host", and with id and port numbered by `slot` for a discovered
+        host.
 
         Raises ConfigError if the host cannot have it.
         """
         changed: dict[str, object] = {}
         if self.device == "host":
-            if host.device is None:
-                raise ConfigError(f"{self.id}: its host names no single GPU that it could share")
-            changed["device"] = host.device
+            if not host.gpus:
+                raise ConfigError(f"{self.id}: its host names no GPU that it could share")
+            if len(host.gpus) < self.ranks:
+                raise ConfigError(
+                    f"{self.id}: tensor_parallel is {self.ranks}, and its host has"
+                    f" {len(host.gpus)} GPUs; lower it, or name the others in the host's devices"
+                )
+            changed |= {"device": None, "devices": host.gpus[: self.ranks]}
         if slot is not None:
             changed |= {"id": f"{self.id}-{slot}", "port": self.port + slot}
         return self.model_copy(update=changed)
+
+    @property
+    def ranks(self) -> int:
+        """Number of the engine's worker processes, each on a GPU of its own if it has GPUs."""
+        return self.tensor_parallel * self.data_parallel
+
+    @property
+    def shards(self) -> int:
+        """Number of equal parts of the weights, one for each rank, as far as they are known."""
+        return self.ranks if self.expert_parallel else self.tensor_parallel
 
     @property
     def wants_mps(self) -> bool:
@@ -286,14 +354,14 @@ class ReplicaConfig(Frozen):
         gpu_env: variables that name its GPU to it; `extra_env` overrides them.
         """
         host = node.host if self.kind == "guest" else None
-        on_gpu = self.device is not None
+        on_gpu = bool(self.gpus)
         return EngineSpec(
             name=self.id,
             role=EngineRole(self.kind),
             model_dir=self.model_dir,
             port=self.port,
             log=node.log_dir / f"engine-{self.id}.log",
-            core=self.core,
+            cores=self.cores if self.core is None else (self.core,),
             kv_bytes=self.kv_bytes,
             dtype=self.dtype,
             # A GPU's attention kernels have sizes of their own; a CPU has small pools.
@@ -318,6 +386,11 @@ class ReplicaConfig(Frozen):
             engine=self.engine,
             python=self.engine_python,
             device=Device.CUDA if on_gpu else Device.CPU,
+            tensor_parallel=self.tensor_parallel,
+            data_parallel=self.data_parallel,
+            expert_parallel=self.expert_parallel,
+            trust_remote_code=self.trust_remote_code,
+            tokenizer=self.tokenizer,
             enforce_eager=not (on_gpu and self.cuda_graphs),
             extra_env=dict(gpu_env) | self._own_env | self.extra_env,
             extra_args=tuple(self._own_args),
@@ -325,7 +398,7 @@ class ReplicaConfig(Frozen):
 
     @property
     def _own_args(self) -> Iterator[str]:
-        if self.device is not None and self.sleep_mode:
+        if self.gpus and self.sleep_mode:
             # Without it vLLM's sleep route answers 200 and gives nothing back.
             yield "--enable-sleep-mode"
         if self.runner == "pooling":
@@ -336,7 +409,7 @@ class ReplicaConfig(Frozen):
     def _own_env(self) -> dict[str, str]:
         # vLLM serves its sleep route only with its development routes.
         sleep = {"VLLM_SERVER_DEV_MODE": "1"} if self.sleep_mode else {}
-        gated = self.kind == "guest" and self.device is not None
+        gated = self.kind == "guest" and self.gpus
         return sleep | ({"ROSE_GATED_START": "1"} if gated else {})
 
 

@@ -48,7 +48,7 @@ DISCOVERY = "discovery"
 PROXY = "proxy"
 STOPPING = "node stops"
 HOST_LEFT = "its host left"
-SHARED_GPU = "another host is on its GPU, and a guest goes by one"
+SHARED_GPU = "another host is on one of its GPUs, and a guest goes by one"
 TRIM_EVERY_S = 60.0
 MEASURE_EVERY_S = 0.25
 # Events that take capacity, give it back, end a guest or decide which weights it runs.

@@ -50,8 +50,8 @@ class FoundHost:
     alone: bool = True
 
     def config(self, discover: DiscoverConfig) -> HostConfig:
-        """Return the host's configuration: its own latency targets where it states them, and a
-        device only if it uses exactly one GPU.
+        """Return the host's configuration: its GPUs, and its own latency targets where it states
+        them.
         """
         return HostConfig(
             page=self.page,
@@ -60,7 +60,7 @@ class FoundHost:
             ttft_target_s=self.said.ttft_s or discover.ttft_target_s,
             tpot_target_s=self.said.tpot_s or discover.tpot_target_s,
             headroom_bytes=discover.headroom_bytes,
-            device=self.said.devices[0] if len(self.said.devices) == 1 else None,
+            devices=self.said.devices,
             step_profile=discover.step_profile,
         )
 

@@ -24,6 +24,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from threading import Lock
 from typing import Final
 
@@ -93,7 +94,14 @@ class Host:
         (any thread). Guards read the page themselves.
         """
         with self._lock:
-            return None if self._closed else self.page.host_state
+            state = None if self._closed else self.page.host_state
+        return None if state is None else lent_on(state, len(self.config.gpus))
+
+    @property
+    def publisher(self) -> int | None:
+        """Id of the process that publishes on the page, as `publisher` gives it (any thread)."""
+        with self._lock:
+            return None if self._closed else publisher(self.page)
 
     @property
     def requests(self) -> tuple[int, int]:
@@ -176,6 +184,21 @@ class Host:
         self._ttft.observe(ttft_s)
         if record.tpot_ns:
             self._tpot.observe(tpot_s)
+
+
+def publisher(page: ControlPage) -> int | None:
+    """Return the id of the process that publishes on a page; None without one, or for one of
+    another pid namespace.
+    """
+    seat = None if page.cut_short else page.seat.peek()
+    return seat.pid if seat and seat.pid_namespace == pid_namespace() else None
+
+
+def lent_on(host: HostState, gpus: int) -> HostState:
+    """Return the state with the KV memory that the host lends on so many of its GPUs: the page has
+    that of one.
+    """
+    return replace(host, bytes_lent=max(1, gpus) * host.bytes_lent)
 
 
 def summed(

@@ -357,24 +357,26 @@ class Guest(Replica):
             return self.reclaimer.holding
         # A host of which nothing is known counts as busy.
         idle = self.guard is not None and self.guard.host_idle
-        return HOST_BUSY if self.config.device is not None and not idle else None
+        return HOST_BUSY if self.config.gpus and not idle else None
 
     def hangs(self) -> str | None:
         return self._hang.reason(self.state, self.supervisor.pid)
 
     def check_room(self) -> None:
-        """Raise CardError or EngineStartError if the GPU lacks free memory for the engine beyond
-        the host's headroom.
+        """Raise CardError or EngineStartError if a GPU lacks free memory for the engine beyond the
+        host's headroom, or the host computes on another one than it should.
         """
-        host = self._parts.config.host
-        self._parts.gpus.insist_room(self.config, host.headroom_bytes if host else 0)
+        host, gpus = self._parts.config.host, self._parts.gpus
+        gpus.insist_room(self.config, host.headroom_bytes if host else 0)
+        if host and self.host:
+            gpus.insist_used(host, self.host.publisher)
 
     def _cgroup(self) -> Path | None:
         parent = self._parts.config.cgroup
         if not parent:
             return None
         try:
-            share: Share = "background" if self.config.device is None else "aside"
+            share: Share = "aside" if self.config.gpus else "background"
             return guest_cgroup(parent, self.config.id, share)
         except CgroupRefusedError as error:
             # The guest still runs behind the host as far as the scheduler's classes allow.
@@ -397,7 +399,7 @@ class Guest(Replica):
             max_sequences=config.max_sequences,
             slack_share=config.slack_share,
             pressure=config.pressure,
-            kv_base_bytes=config.kv_base_bytes or 0,
+            kv_base_bytes=config.ranks * (config.kv_base_bytes or 0),
         )
         try:
             previous = host.page.grant.read()
@@ -406,12 +408,13 @@ class Guest(Replica):
         self.reclaimer = Reclaimer(self, self._events)
         self.guard = GuardThread(
             self,
-            GuardedHost(host.page, host.watch, host.config.pid),
+            GuardedHost(host.page, host.watch, host.config.pid, max(1, len(config.gpus))),
             GrantController(limits, previous),
             self._orders.kill_switch,
             self._parts.logs.samples,
             self._events,
             self._orders.caps,
+            ranks=config.ranks,
         )
         host.guarded = True
         self.guard.start()
@@ -475,10 +478,11 @@ class Guest(Replica):
         def group() -> int | None:
             return self.supervisor.pid
 
-        if self.config.device is None:
+        if not self.config.gpus:
             return HostMemory(group)
         gpus = self._parts.gpus
-        return DeviceMemory(gpus.reader, gpus.card(self.config.device), group, lambda: self.state)
+        cards = gpus.cards(self.config.gpus)
+        return DeviceMemory(gpus.reader, cards, group, lambda: self.state)
 
     def held(self) -> HeldMemory:
         """Measure the guest's memory now, with its source (any thread, takes milliseconds)."""
@@ -641,9 +645,10 @@ def _lend_bytes(config: ReplicaConfig, guard: GuardThread | None) -> int | None:
     """
     if guard is None:
         return None
-    own, host = config.kv_base_bytes, guard.host
+    own, whole, host = config.kv_base_bytes, config.ranks * config.kv_bytes, guard.host
     if own is None or own >= config.kv_bytes:
-        return config.kv_bytes
+        return whole
+    own *= config.ranks
     if host is None or not host.kv_total:
         return own
-    return own + round((config.kv_bytes - own) * (1.0 - host.kv_used / host.kv_total))
+    return own + round((whole - own) * (1.0 - host.kv_used / host.kv_total))

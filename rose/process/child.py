@@ -137,7 +137,7 @@ class Keep:
 class ProcessSpec:
     """Command line, placement and lifetime of a child process.
 
-    core: the CPU that it and its children are pinned to, None for any. share: "background" runs
+    cores: CPUs that it and its children are pinned to, () for any. share: "background" runs
     below every normal process (SCHED_IDLE), "aside" is a normal process of a tenth of the weight;
     both are killed first when memory runs out. None: the parent's share. cgroup: folder of the
     cgroup that it is moved to. family: it starts children of its own, which end with it however it
@@ -149,7 +149,7 @@ class ProcessSpec:
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     log: Path | None = None
-    core: int | None = None
+    cores: Sequence[int] = ()
     share: Share | None = None
     cgroup: Path | None = None
     family: bool = False
@@ -239,8 +239,8 @@ def _placed(spec: ProcessSpec) -> list[str]:
         options["kill_file"] = spec.keep.kill_file.absolute()
     else:
         options["parent"] = os.getpid()
-    if spec.core is not None:
-        options["core"] = spec.core
+    if spec.cores:
+        options["cores"] = ",".join(map(str, spec.cores))
     if spec.share:
         options["share"] = spec.share
     if spec.cgroup:

@@ -5,7 +5,7 @@
     parent=PID        parent dies ──SIGKILL──► program
     family=yes        program dies ──SIGUSR1──► keeper ──SIGKILL──► the whole group
     claim=FD          nobody has locked FD for orphan_s, or kill_file appears ──► keeper ──► group
-    core=N            pinned there
+    cores=N,N,…       pinned there
     share=background  behind every normal process, and killed first when memory runs out
     share=aside       a normal process of a tenth of the weight, and killed first
     cgroup=DIR        moved there first
@@ -190,8 +190,8 @@ def place(options: Mapping[str, str]) -> None:
 
     Only pinning must succeed. `rose.node.guest.cpu_placement` reads the result back.
     """
-    if "core" in options:
-        os.sched_setaffinity(0, {int(options["core"])})
+    if "cores" in options:
+        os.sched_setaffinity(0, set(map(int, options["cores"].split(","))))
     if "cgroup" in options:
         _permitted(lambda: Path(options["cgroup"], "cgroup.procs").write_text(str(os.getpid())))
     if "share" in options:

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from pathlib import Path
@@ -102,10 +103,15 @@ def group_states(group: int) -> list[str]:
     return [stat.state for _, stat in group_members(group)]
 
 
-def find_in_group(group: int, name: str) -> ProcessIdentity | None:
-    """Return a running process of the group whose name begins with `name`; None without one."""
-    found = (pid for pid, stat in group_members(group) if stat.name.startswith(name))
-    return next((identity for pid in found if (identity := ProcessIdentity.of(pid))), None)
+def named_in_group(group: int, names: Collection[str]) -> dict[ProcessIdentity, str]:
+    """Return the running processes of the group whose name begins with one of `names`, with it."""
+    found = (
+        (ProcessIdentity.of(pid), name)
+        for pid, stat in group_members(group)
+        for name in names
+        if stat.name.startswith(name)
+    )
+    return {identity: name for identity, name in found if identity is not None}
 
 
 def group_members(group: int) -> list[tuple[int, ProcessStat]]:

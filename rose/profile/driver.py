@@ -118,14 +118,14 @@ def spec_of(args: argparse.Namespace, folder: Path, gpus: Gpus) -> EngineSpec:
     Raises CardError if the requested GPU cannot be used.
     """
     on_gpu = args.device is not None
-    named = card_environment(gpus.card(_device(args.device))) if on_gpu else {}
+    named = card_environment(gpus.cards([_device(args.device)])) if on_gpu else {}
     return EngineSpec(
         name="profile",
         role=EngineRole.GUEST,
         model_dir=args.model,
         port=args.port or free_port(),
         log=folder / LOG,
-        core=args.core,
+        cores=() if args.core is None else (args.core,),
         dtype=args.dtype,
         kv_bytes=args.kv_bytes,
         max_model_len=args.max_model_len,

@@ -22,6 +22,7 @@ Errors of vLLM at a request are caught by the names of the installed version: 0.
 common base nor errors with an HTTP status.
 """
 
+import asyncio
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,7 @@ SURFACES: Final = (
     "v1.engine.async_llm:AsyncLLM.reset_prefix_cache",
     "v1.engine.async_llm:AsyncLLM[engine_core, output_processor, vllm_config, renderer]",
     "v1.engine.core_client:AsyncMPClient.pause_scheduler_async(mode, clear_cache)",
+    "v1.engine.core_client:AsyncMPClient._call_utility_async(method, engine)",
     "v1.engine.output_processor:OutputProcessor[request_states]",
     "v1.engine.output_processor:RequestState[queue]",
     "v1.engine.output_processor:RequestOutputCollector.get_nowait",
@@ -300,8 +302,23 @@ class VllmEngine:
         await self._stamps.activate(version)
 
     async def call_all(self, method: str, *args: object) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
-        return answers
+        core = self._engine.engine_core
+        cores = getattr(core, "core_engines", ())
+        if len(cores) < 2:
+            answers: list[dict[str, Any]] = await self._engine.collective_rpc(method, args=args)
+            return answers
+        # vLLM asks the core of each data-parallel rank, and returns the first one's answers alone.
+        calls = (
+            core._call_utility_async("collective_rpc", method, None, args, None, engine=each)
+            for each in cores
+        )
+        of_cores = await asyncio.gather(*calls, return_exceptions=True)
+        together: list[dict[str, Any]] = []
+        for of_core in of_cores:
+            if isinstance(of_core, BaseException):
+                raise of_core
+            together.extend(of_core)
+        return together
 
     async def reset_prefix_cache(self) -> bool:
         return bool(await self._engine.reset_prefix_cache())

@@ -54,7 +54,7 @@ def guard_thread(
     watch = HostWatch(JsonlLog(folder / "host_latency.jsonl", thread=thread))
     return GuardThread(
         guest or LeasedGuest(),
-        GuardedHost(page, watch, options.pop("host_pid", None)),
+        GuardedHost(page, watch, options.pop("host_pid", None), options.pop("gpus", 1)),
         GrantController(config or GuardConfig(512, 64)),
         KillSwitch(folder / "KILL"),
         samples or JsonlLog(folder / "guest.jsonl", thread=thread),

@@ -55,7 +55,7 @@ from rose.node.discovery import look
 from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
 from rose.node.guest.guest_record import running_guests
 from rose.node.guest.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
-from rose.node.host import HostProcess
+from rose.node.host import HostProcess, publisher
 from rose.nvml import Card, Client, version_text
 from rose.operate.client import PolicyClient, SchedulerClient
 from rose.process import launcher
@@ -401,14 +401,16 @@ def _scheduler(config: NodeConfig) -> Diagnosis:
 
 
 def _replica(replica: ReplicaConfig, headroom: int, runs: bool, gpus: Gpus) -> Diagnosis:
-    check_model(replica.model_dir)
+    check_model(replica.model_dir, tokenizer=replica.tokenizer)
     if runs:
         return ok(f"runs on port {replica.port}")
-    if replica.device is None:
-        needed = engine_bytes(replica.model_dir, replica.kv_bytes)
+    if not replica.gpus:
+        ranks, copies = replica.ranks, replica.data_parallel
+        needed = engine_bytes(replica.model_dir, replica.kv_bytes, ranks, copies)
         check_memory(f"{replica.id}: processes, weights and KV", needed, headroom)
     else:
-        check_memory(f"{replica.id}: processes", MIN_FREE_BYTES_PER_ENGINE, headroom)
+        needed = replica.ranks * MIN_FREE_BYTES_PER_ENGINE
+        check_memory(f"{replica.id}: processes", needed, headroom)
         gpus.insist_room(replica, headroom)
     return _port(replica.port)
 
@@ -476,7 +478,7 @@ def _port(port: int, host: str = "127.0.0.1") -> Diagnosis:
 
 
 def _placement(config: NodeConfig) -> Diagnosis:
-    share = "background" if any(r.device is None for r in config.replicas) else "aside"
+    share = "background" if any(not r.gpus for r in config.replicas) else "aside"
     attempt = subprocess.run(  # noqa: S603 -- our own program, placed as a guest is
         [
             *(sys.executable, "-I", "-S", str(launcher.__file__), f"share={share}", "--"),
@@ -531,14 +533,14 @@ def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Diagnosis]:
     """Yield the findings about every GPU that the node's file names, and about the parts of its
     replicas that use one.
     """
-    replicas = [replica for replica in config.replicas if replica.device is not None]
-    named = [replica.device for replica in replicas]
-    if config.host and config.host.device is not None:
-        named.append(config.host.device)
+    replicas = [replica for replica in config.replicas if replica.gpus]
+    named = [gpu for replica in replicas for gpu in replica.gpus]
+    if config.host:
+        named.extend(config.host.gpus)
     if not named:
         return
     yield checked("gpu", _usable, config, gpus)
-    for device in dict.fromkeys(device for device in named if device is not None):
+    for device in dict.fromkeys(named):
         try:
             card = gpus.card(device)
         except RoseError:
@@ -549,13 +551,16 @@ def gpu_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Diagnosis]:
         yield checked(f"{replica.id} mps", _mps, replica)
         if replica.kind == "guest":
             yield checked(f"{replica.id} gives back", _gives_back, replica)
-            if replica.core is not None:
+            if replica.core is not None or replica.cores:
                 yield checked(f"{replica.id} core", _pinned, replica)
 
 
 def _usable(config: NodeConfig, gpus: Gpus) -> Diagnosis:
     try:
         gpus.insist_all(config)
+        if config.host and config.host.page.exists():
+            with _open(config.host) as page:
+                gpus.insist_used(config.host, publisher(page))
     except RoseError as error:
         return refused(error, "see what nvidia-smi says")
     return ok("every replica has a card that it can run on")
@@ -628,8 +633,9 @@ def _gives_back(replica: ReplicaConfig) -> Diagnosis:
 
 
 def _pinned(replica: ReplicaConfig) -> Diagnosis:
-    what = f"it is pinned to core {replica.core}: its launches wait for that core alone"
-    return note(what, "leave `core` out on a GPU")
+    cores = ", ".join(map(str, replica.cores or (replica.core,)))
+    what = f"it is pinned to core {cores}: its launches wait for that core alone"
+    return note(what, "leave `core` and `cores` out on a GPU")
 
 
 def parser(prog: str) -> Parser:
@@ -709,8 +715,8 @@ def discovery_checks(
     for slot, found in enumerate(seen.hosts.values()):
         yield ok(f"{found.name} serves {found.said.model}").about("hosts")
         if not found.alone:
-            do = "give each host a GPU of its own"
-            yield wrong("another host is on its GPU", do).about(f"{found.name} guest")
+            do = "give each host GPUs of its own"
+            yield wrong("another host is on one of its GPUs", do).about(f"{found.name} guest")
         host = found.config(discover)
         for finding in host_checks(host, daemon_runs=daemon_runs and bool(config.guests)):
             yield finding.about(f"{found.name} {finding.subject}")

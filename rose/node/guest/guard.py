@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import msgspec
@@ -22,7 +22,7 @@ from executor.freeze_reason import FreezeReason, explained
 from executor.grant_controller import Boost, Observation, Reclaim, VoidLeases, Write
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.guest.kill_switch import KillSwitch
-from rose.node.host import HostProcess, HostWatch
+from rose.node.host import HostProcess, HostWatch, lent_on
 from rose.node.orders import SchedulerCaps
 from rose.process.background_tasks import described
 
@@ -91,13 +91,14 @@ logger = logging.getLogger("rose.node")
 
 @dataclass(frozen=True, slots=True)
 class GuardedHost:
-    """Host beside a guarded guest: its control page, the reader of its latencies, and its pid if
-    the node's file names it.
+    """Host beside a guarded guest: its control page, the reader of its latencies, its pid if the
+    node's file names it, and the number of its GPUs that the guest is on.
     """
 
     page: ControlPage
     watch: HostWatch
     pid: int | None = None
+    gpus: int = 1
 
 
 class GuardedGuest(Protocol):
@@ -148,15 +149,17 @@ class GuardThread:
         events: EventLog,
         caps: SchedulerCaps | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        ranks: int = 1,
     ) -> None:
         """Prepare the thread without starting it.
 
-        caps: the scheduler's capacity caps; without them nothing is capped. events, samples: logs
-        whose writes must not wait for a disk.
+        ranks: number of the guest's ranks. Sections of the page have the memory of one rank and one
+        GPU, everything here that of all. caps: the scheduler's capacity caps; without them nothing
+        is capped. events, samples: logs whose writes must not wait for a disk.
         """
         self._guest = guest
         self._name = guest.name
-        self._page = host.page
+        self._page, self._gpus, self._ranks = host.page, host.gpus, ranks
         self._core = core
         self._kill_switch = kill_switch
         self._process = HostProcess(host.pid)
@@ -265,13 +268,20 @@ class GuardThread:
         if view.doubt(self._clock_ns()) is FreezeReason.HOST_UNREADABLE:
             # A host that is written at this moment is read again; without it the guest freezes.
             view = self._page.host_view()
+        if view.state is not None:
+            view = replace(view, state=lent_on(view.state, self._gpus))
         now_ns = self._clock_ns()
         doubt = self._process.doubt(*view.seats)
         self.host = view.state
         believed = None if doubt else view.believed(now_ns)
         self.host_idle = believed is not None and believed.idle
         # The section may be half written by a guest that lost its core: keep the last state.
-        self.guest = self._page.guest.peek() or self.guest
+        if state := self._page.guest.peek():
+            self.guest = replace(
+                state,
+                bytes_mapped=self._ranks * state.bytes_mapped,
+                granule_bytes=self._ranks * state.granule_bytes,
+            )
         seen = Observation(
             view,
             self.guest,

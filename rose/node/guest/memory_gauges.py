@@ -12,6 +12,7 @@ Which of the two is settled with the first figure: they do not compare with each
 """
 
 import asyncio
+import contextlib
 import os
 import stat
 from collections.abc import Callable, Collection, Sequence
@@ -19,9 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+import psutil
+
 from executor import GuestState
 from rose.errors import EngineStartError
-from rose.node.config import NodeConfig, ReplicaConfig
+from rose.node.config import HostConfig, NodeConfig, ReplicaConfig
 from rose.nvml import Card, CardError, CardReader, Client, Nvml, card_of, insist_usable
 from rose.process.procfs import group_bytes, group_members, in_first_pid_namespace
 
@@ -119,14 +122,17 @@ PAGE = "the guest's page, bounded by the card's free memory"
 
 
 class DeviceMemory:
-    """Gauge of a guest on a GPU: by the driver's list of processes, or else by the guest's own
-    page, bounded by the card's free memory.
+    """Gauge of a guest on GPUs: by the driver's list of processes, or else by the guest's own page,
+    bounded by the cards' free memory.
+
+    The first figure is the sum over all cards. Later ones fall as if each card had got back what
+    the card with the least got back: a host needs its memory on every card.
     """
 
     def __init__(
         self,
         reader: CardReader,
-        card: Card,
+        cards: Sequence[Card],
         group: Callable[[], int | None],
         state: Callable[[], GuestState | None],
     ) -> None:
@@ -134,13 +140,15 @@ class DeviceMemory:
         control page, None without one.
         """
         self._reader = reader
-        self._card = card
+        self._cards = cards
         self._group = group
         self._state = state
-        # Processes that the driver has listed, None until it has listed their memory; and pages
-        # that the guest claimed and free memory of the card at the first figure by them.
-        self._listed: set[int] | None = None
-        self._claim: tuple[int, int] | None = None
+        # Processes that the driver has listed on each card, None until it has listed their memory,
+        # and what they held at first; pages that the guest claimed and free memory of each card at
+        # the first figure by them.
+        self._listed: list[set[int]] | None = None
+        self._first: list[int] = []
+        self._claim: tuple[int, list[int]] | None = None
 
     @property
     def by(self) -> str:
@@ -162,46 +170,56 @@ class DeviceMemory:
         members = set() if group is None else {pid for pid, _ in group_members(group)}
         try:
             if self._claim is None:
-                clients = self._reader.clients(self._card)
-                if self._listed is None and _accounted(clients, members):
-                    self._listed = set()
+                clients = [self._reader.clients(card) for card in self._cards]
+                if self._listed is None and all(_accounted(each, members) for each in clients):
+                    self._listed = [set() for _ in self._cards]
                 if self._listed is not None:
-                    return self._by_driver(self._listed, clients, members)
+                    each = zip(self._listed, clients, strict=True)
+                    return self._by_driver([_held(*card, members) for card in each])
             return self._by_page() if members else 0
         except CardError:
             return None
 
-    def _by_driver(
-        self, listed: set[int], clients: Sequence[Client], members: Collection[int]
-    ) -> int | None:
-        """Return the sum of the driver's bytes of the guest's processes, ended ones included until
-        the driver no longer lists them.
-
-        Return None if a living process vanished from the list.
-        """
-        told = {client.pid: client.memory_bytes for client in clients}
-        listed |= told.keys() & set(members)
-        if any(pid in members and pid not in told for pid in listed):
-            return None
-        held = [told[pid] for pid in listed if pid in told]
+    def _by_driver(self, held: Sequence[int | None]) -> int | None:
+        """Return the figure by the driver's bytes on each card; None if one is unknown."""
         known = [amount for amount in held if amount is not None]
-        return sum(known) if len(known) == len(held) else None
+        if len(known) < len(held):
+            return None
+        self._first = self._first or known
+        freed = [before - now for before, now in zip(self._first, known, strict=True)]
+        return sum(self._first) - len(freed) * min(freed) if any(known) else 0
 
     def _by_page(self) -> int | None:
-        """Return the KV bytes that the guest's page claims; they fall only as far as the card's
-        free memory grew.
+        """Return the KV bytes that the guest's page claims, of all cards; they fall only as far as
+        the free memory of each card grew.
 
         Another process that takes that memory meanwhile makes the figure too large, which is safe.
         """
         state = self._state()
         if state is None:
             return None
-        free_bytes = self._reader.free_bytes(self._card)
+        free_bytes = [self._reader.free_bytes(card) for card in self._cards]
         if self._claim is None:
             self._claim = state.bytes_mapped, free_bytes
         mapped_then, free_then = self._claim
         claimed = mapped_then - state.bytes_mapped
-        return mapped_then - max(0, min(claimed, free_bytes - free_then))
+        grown = min(now - then for now, then in zip(free_bytes, free_then, strict=True))
+        return mapped_then - max(0, min(claimed, len(free_bytes) * grown))
+
+
+def _held(listed: set[int], clients: Sequence[Client], members: Collection[int]) -> int | None:
+    """Return the sum of the driver's bytes of the guest's processes on one card, ended ones
+    included until the driver no longer lists them.
+
+    Return None if a living process vanished from the list.
+    """
+    told = {client.pid: client.memory_bytes for client in clients}
+    listed |= told.keys() & set(members)
+    if any(pid in members and pid not in told for pid in listed):
+        return None
+    held = [told[pid] for pid in listed if pid in told]
+    known = [amount for amount in held if amount is not None]
+    return sum(known) if len(known) == len(held) else None
 
 
 def _accounted(clients: Sequence[Client], members: Collection[int]) -> bool:
@@ -253,56 +271,99 @@ class Gpus:
         insist_usable(card)
         return card
 
-    def insist_all(self, config: NodeConfig) -> None:
-        """Raise CardError unless every replica's GPU is usable and each guest can share its
-        host's.
+    def cards(self, devices: Sequence[int | str]) -> tuple[Card, ...]:
+        """Return the GPUs of these indices or UUIDs. Raises CardError if one cannot be used, or is
+        named by both.
         """
-        if config.host is not None and config.host.device is not None:
-            self.card(config.host.device)
+        found: dict[str, tuple[int | str, Card]] = {}
+        for device in devices:
+            card = self.card(device)
+            if card.uuid in found:
+                raise CardError(
+                    f"GPU {found[card.uuid][0]} and GPU {device} are the same one, {card.uuid};"
+                    " name each GPU once"
+                )
+            found[card.uuid] = device, card
+        return tuple(card for _, card in found.values())
+
+    def insist_all(self, config: NodeConfig) -> None:
+        """Raise CardError unless every replica's GPUs are usable, each guest can share its host's,
+        and no dedicated replica is on any of theirs.
+        """
+        hosts = config.host.gpus if config.host is not None else ()
+        shared = {card.uuid for card in self.cards(hosts)}
         for replica in config.replicas:
             self.environment(replica)
             if replica.kind == "guest" and config.host is not None:
-                self._insist_shared(replica, config.host.device)
+                self._insist_shared(replica, hosts)
+                shared.update(card.uuid for card in self.cards(replica.gpus))
+        for replica in config.dedicated:
+            for device, card in zip(replica.gpus, self.cards(replica.gpus), strict=True):
+                if card.uuid in shared:
+                    raise CardError(
+                        f"{replica.id} is dedicated and on GPU {device}, where the host or its"
+                        " guest is; name another GPU, or make it a guest"
+                    )
 
-    def _insist_shared(self, guest: ReplicaConfig, hosts: int | str | None) -> None:
-        if guest.device is None:
+    def _insist_shared(self, guest: ReplicaConfig, hosts: Sequence[int | str]) -> None:
+        known = {card.uuid for card in self.cards(hosts)}
+        for device, card in zip(guest.gpus, self.cards(guest.gpus), strict=True):
+            if known and card.uuid not in known:
+                raise CardError(
+                    f"{guest.id} is on GPU {device} and its host on {_listed(hosts)}; a guest"
+                    " shares its host's GPUs"
+                )
+            if card.compute_mode.startswith("exclusive") and not guest.wants_mps:
+                raise CardError(
+                    f"{card.name} is in compute mode {card.compute_mode}, which lets one process"
+                    f" in: {guest.id} cannot share it; its owner must set the default mode, or run"
+                    " MPS"
+                )
+
+    def insist_used(self, host: HostConfig, pid: int | None) -> None:
+        """Raise CardError if the engine that publishes for the host computes on a GPU that the
+        host's configuration does not name, as far as the driver tells its processes.
+
+        pid: process on the host's seat, None if unknown; its children are those of its ranks.
+        """
+        named = {card.uuid for card in self.cards(host.gpus)}
+        if pid is None or not named or not in_first_pid_namespace():
             return
-        card = self.card(guest.device)
-        if hosts is not None and self.card(hosts).uuid != card.uuid:
-            raise CardError(
-                f"{guest.id} is on GPU {guest.device} and its host on {hosts}; a guest shares its"
-                " host's GPU"
-            )
-        if card.compute_mode.startswith("exclusive") and not guest.wants_mps:
-            raise CardError(
-                f"{card.name} is in compute mode {card.compute_mode}, which lets one process in:"
-                f" {guest.id} cannot share it; its owner must set the default mode, or run MPS"
-            )
+        with contextlib.suppress(psutil.Error):
+            engine = psutil.Process(pid)
+            pids = {pid, *(child.pid for child in engine.children(recursive=True))}
+            for card in self.reader.cards():
+                if card.uuid in named:
+                    continue
+                if any(client.pid in pids for client in self.reader.clients(card)):
+                    raise CardError(
+                        f"the host (process {pid}) computes on GPU {card.index} {card.uuid}, and"
+                        f" {_listed(host.gpus)} is named as its own; correct host.devices"
+                    )
 
     def insist_room(self, replica: ReplicaConfig, headroom_bytes: int) -> None:
-        """Raise EngineStartError unless the free memory of the replica's GPU, less the headroom,
-        holds weights, KV and the engine's own need; CPU replicas pass.
+        """Raise EngineStartError unless the free memory of each of the replica's GPUs, less the
+        headroom, holds its part of the weights, KV and the engine's own need; CPU replicas pass.
         """
-        if replica.device is None:
-            return
-        card = self.card(replica.device)
-        needed = ENGINE_BYTES + replica.weights_bytes + replica.kv_bytes
-        free = self.reader.free_bytes(card) - headroom_bytes
-        if free < needed:
+        needed = ENGINE_BYTES + replica.weights_bytes // replica.shards + replica.kv_bytes
+        for card in self.cards(replica.gpus):
+            free = self.reader.free_bytes(card) - headroom_bytes
+            if free >= needed:
+                continue
             beyond = f" beyond the headroom of {headroom_bytes / GIB:.1f}" if headroom_bytes else ""
             raise EngineStartError(
                 f"{replica.id}: weights, KV and engine need {needed / GIB:.1f} GiB of {card.name}"
-                f" and {max(0, free) / GIB:.1f} GiB are free{beyond}; lower kv_bytes, or start the"
-                " host with less KV"
+                f" (GPU {card.index}) and {max(0, free) / GIB:.1f} GiB are free{beyond}; lower"
+                " kv_bytes, or start the host with less KV"
             )
 
     def environment(self, replica: ReplicaConfig) -> dict[str, str]:
-        """Return the environment variables that give an engine its GPU and its place in MPS; empty
+        """Return the environment variables that give an engine its GPUs and its place in MPS; empty
         without a GPU. Raises CardError.
         """
-        if replica.device is None:
+        if not replica.gpus:
             return {}
-        told = card_environment(self.card(replica.device))
+        told = card_environment(self.cards(replica.gpus))
         if replica.wants_mps:
             told[PIPES] = str(insist_mps(replica))
         elif replica.kind == "guest":
@@ -316,11 +377,16 @@ class Gpus:
         return told
 
 
-def card_environment(card: Card) -> dict[str, str]:
-    """Return the variables that show CUDA one GPU alone, by UUID, which stays valid when another
-    GPU comes or goes.
+def card_environment(cards: Sequence[Card]) -> dict[str, str]:
+    """Return the variables that show CUDA these GPUs alone, in this order, by UUID, which stays
+    valid when another GPU comes or goes.
     """
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": card.uuid}
+    uuids = ",".join(card.uuid for card in cards)
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": uuids}
+
+
+def _listed(devices: Sequence[int | str]) -> str:
+    return ", ".join(map(str, devices))
 
 
 def insist_mps(replica: ReplicaConfig) -> Path:

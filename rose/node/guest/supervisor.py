@@ -20,14 +20,15 @@ from rose.logs.eventlog import EventLog
 from rose.node.guest.cpu_placement import CpuPlacement
 from rose.node.guest.guest_record import GuestLock, fingerprint
 from rose.process.launcher import lower_group
-from rose.process.procfs import STOPPED, ProcessIdentity, find_in_group, group_states
+from rose.process.procfs import STOPPED, ProcessIdentity, group_states, named_in_group
 
 # Seconds without a heartbeat before /proc is read: a guest runs behind all other processes, so a
 # busy host alone may silence it for a while.
 SILENT_S = 2.0
 STUCK_S = 60.0
-# Process name of vLLM's engine cores.
+# Process names, as the kernel cuts them, of engine cores and of ranks in processes of their own.
 CORE = "VLLM::EngineCor"
+RANKS = "VLLM::Worker", "sglang::schedul"
 _NS = 1e9
 _T = TypeVar("_T")
 _logger = logging.getLogger("rose.node")
@@ -38,16 +39,16 @@ class HangWatch:
 
     def __init__(self) -> None:
         self._watched: int | None = None
-        self._core: ProcessIdentity | None = None
+        self._parts: dict[ProcessIdentity, str] = {}
 
     def reason(self, guest: GuestState | None, group: int | None) -> str | None:
-        """Return why a hung guest's process group must be ended: dead engine core, SIGSTOP for
-        SILENT_S or no heartbeat for STUCK_S; None if it is well or unknown.
+        """Return why a hung guest's process group must be ended: dead engine core or rank, SIGSTOP
+        for SILENT_S or no heartbeat for STUCK_S; None if it is well or unknown.
         """
         if guest is None or group is None:
             return None
-        if self._core_ended(group):
-            return "its engine core is dead"
+        if ended := self._ended(group):
+            return f"its {'engine core' if ended == CORE else 'rank'} is dead"
         silent_s = (time.monotonic_ns() - guest.heartbeat_ns) / _NS
         if silent_s > STUCK_S:
             return f"no sign of life for {STUCK_S:.0f} s"
@@ -55,16 +56,15 @@ class HangWatch:
             return f"stopped (SIGSTOP) for {SILENT_S:.0f} s"
         return None
 
-    def _core_ended(self, group: int) -> bool:
-        """Return True if the group's engine core process has ended, which its parent notices only
-        seconds later.
+    def _ended(self, group: int) -> str | None:
+        """Return the name of a process of the engine that has ended, which its parent notices only
+        seconds later; None if all of them run.
         """
         if group != self._watched:
-            self._watched, self._core = group, None
-        if self._core is None:
-            self._core = find_in_group(group, CORE)
-            return False
-        return not self._core.running
+            self._watched, self._parts = group, {}
+        if not self._parts:
+            self._parts = named_in_group(group, (CORE, *RANKS))
+        return next((name for part, name in self._parts.items() if not part.running), None)
 
 
 MAX_SHORT_LIVES = 6

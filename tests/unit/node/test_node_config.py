@@ -55,11 +55,13 @@ WRONG = [
         for engine, word, said in (
             ("vllm", "--port=1", "--port is the node's to set; leave out --port"),
             ("vllm", "--worker_cls=mine", "--worker-cls is the node's to set; leave out --worker"),
-            ("vllm", "--tensor-par=2", "a replica does not have several ranks; leave out --tensor"),
+            ("vllm", "--tensor-par=2", "the node has tensor_parallel for --tensor-parallel-size; "),
             ("vllm", "--speculative-config.model=d", "a replica does not have speculative dec"),
             ("vllm", "-tp=2", "-tp is an abbreviation; give the option's long name"),
             ("sglang", "--max-total-tokens=9", "--max-total-tokens is the node's to set; leave"),
-            ("sglang", "--dp-size=2", "a replica does not have several ranks; leave out --dp"),
+            ("sglang", "--dp-size=2", "the node has data_parallel for --dp-size; leave out --dp"),
+            ("vllm", "--pipeline_par=2", "a replica does not have pipeline stages"),
+            ("sglang", "--pp-size=2", "a replica does not have pipeline stages"),
         )
     ),
     (
@@ -206,10 +208,10 @@ def test_each_host_that_is_found_has_the_guest_of_the_file_under_a_number(tmp_pa
     host = HostConfig(page=Path("a.page"), name="a", device="GPU-0a")
     beside = config.with_host(host, 3)
     (guest,) = beside.replicas
-    assert (guest.id, guest.port, guest.device) == ("guest-3", 9_003, "GPU-0a")
+    assert (guest.id, guest.port, guest.gpus) == ("guest-3", 9_003, ("GPU-0a",))
     assert (beside.host, beside.discover) == (host, None)
     assert [each.id for each in config.with_host(None).replicas] == ["d"]
-    with pytest.raises(ConfigError, match="names no single GPU"):
+    with pytest.raises(ConfigError, match="guest: its host names no GPU that it could share"):
         config.with_host(host.model_copy(update={"device": None}), 0)
 
 
@@ -236,7 +238,7 @@ def test_a_guest_is_on_the_gpu_of_the_host_that_the_file_names(tmp_path: Path) -
     said = {"host": {"page": "p", "device": 1}, "replicas": [DEDICATED, REPLICA]}
     said["replicas"][1] |= {"device": "host"}  # type: ignore[index]
     config = _load(tmp_path, NODE | said)
-    assert [(each.id, each.device) for each in config.replicas] == [("d", None), ("guest", 1)]
+    assert [(each.id, each.gpus) for each in config.replicas] == [("d", ()), ("guest", (1,))]
 
 
 def test_the_command_line_names_a_folder_in_place_of_any_host(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ HOSTILE = {
     "target of text": json.dumps(FIELDS | {"tpot_s": "1"}),
     "device": json.dumps(FIELDS | {"devices": ["../../etc"]}),
     "devices": json.dumps(FIELDS | {"devices": "GPU-0"}),
+    "device twice": json.dumps(FIELDS | {"devices": ["GPU-0", "GPU-1", "GPU-0"]}),
     "model": json.dumps(FIELDS | {"model": "a\nb"}),
     "engine": json.dumps(FIELDS | {"engine": ["vLLM"]}),
     "support": json.dumps(FIELDS | {"support": "x" * 254}),

@@ -198,17 +198,25 @@ def test_a_stopped_guest_is_ended_once_it_is_silent(group: int) -> None:
 
 
 RENAMED = """
-import os, time
+import os, sys, time
 if os.fork() == 0:
-    open("/proc/self/comm", "w").write("VLLM::EngineCore")
+    open("/proc/self/comm", "w").write(sys.argv[1])
     print(os.getpid(), flush=True)
 time.sleep(60)
 """
 
 
-def test_a_guest_whose_engine_core_died_is_ended_at_once() -> None:
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("VLLM::EngineCore", "engine core"),
+        ("VLLM::Worker_TP1", "rank"),
+        ("sglang::scheduler_TP1", "rank"),
+    ],
+)
+def test_a_guest_whose_engine_core_or_rank_died_is_ended_at_once(name: str, part: str) -> None:
     """Dead engine keeps receiving traffic: its API process answers on for seconds."""
-    argv = [sys.executable, "-S", "-c", RENAMED]
+    argv = [sys.executable, "-S", "-c", RENAMED, name]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, process_group=0) as process:
         assert process.stdout
         core = int(process.stdout.readline())
@@ -218,7 +226,7 @@ def test_a_guest_whose_engine_core_died_is_ended_at_once() -> None:
         os.kill(core, signal.SIGKILL)
         while ProcessIdentity.of(core):
             time.sleep(0.01)
-        assert watch.reason(silent_for(0.1), process.pid) == "its engine core is dead"
+        assert watch.reason(silent_for(0.1), process.pid) == f"its {part} is dead"
         os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -411,7 +419,7 @@ async def test_a_card_without_room_is_said_and_nothing_starts(bench: NodeBench) 
     bench.settings["replicas"][0]["kv_bytes"] = 1 << 40
     bench.spawn()
     failed = await bench.until_noted("engine_start_failed")
-    assert "need 1027.0 GiB of Stand-in GPU and 139.5 GiB are free beyond" in failed["message"]
+    assert "need 1027.0 GiB of Stand-in GPU (GPU 0) and 139.5 GiB are free beyond" in failed["message"]
     assert bench.noted("engine_started") == []
 
 

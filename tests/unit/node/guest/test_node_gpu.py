@@ -143,7 +143,7 @@ def test_weights_and_kv_have_to_fit_on_the_card_beside_the_headroom(tmp_path: Pa
     gpus(reader).insist_room(config, GIB)
     reader.free -= 1
     with pytest.raises(
-        EngineStartError, match=r"guest: .* need 27\.0 GiB of Stand-in GPU and 27\.0"
+        EngineStartError, match=r"guest: .* need 27\.0 GiB of Stand-in GPU .GPU 1. and 27\.0"
     ):
         gpus(reader).insist_room(config, GIB)
     reader.free = None

@@ -328,7 +328,7 @@ class CardGuest:
         return await Reclaimer(self, self.events).reclaim(wanted, 8.0, "test")  # type: ignore[arg-type]
 
     def gauge(self) -> DeviceMemory:
-        return DeviceMemory(self.reader, CARD, lambda: self.process.pid, lambda: self.state)
+        return DeviceMemory(self.reader, [CARD], lambda: self.process.pid, lambda: self.state)
 
 
 @pytest.fixture
@@ -424,7 +424,7 @@ class CardRig:
     state: GuestState | None = field(default_factory=lambda: GuestState(bytes_mapped=CARD_KV))
 
     def __post_init__(self) -> None:
-        self.gauge = DeviceMemory(self.reader, CARD, lambda: self.process.pid, lambda: self.state)
+        self.gauge = DeviceMemory(self.reader, [CARD], lambda: self.process.pid, lambda: self.state)
 
     def lists(self, *clients: tuple[int, int | None]) -> None:
         self.reader.listed = tuple(Client(pid, held) for pid, held in clients)
@@ -557,5 +557,5 @@ def test_what_is_measured_one_way_is_not_compared_with_the_other(card: CardRig) 
 
 
 def test_no_process_holds_nothing() -> None:
-    gauge = DeviceMemory(StandInReader(CARD), CARD, lambda: None, lambda: None)
+    gauge = DeviceMemory(StandInReader(CARD), [CARD], lambda: None, lambda: None)
     assert gauge.held_bytes() == 0

@@ -75,10 +75,10 @@ def test_a_host_is_found_with_what_it_says_of_itself(folder: Path) -> None:
     assert not seen.unusable
     discover = DiscoverConfig(folder=folder, tpot_target_s=0.2, headroom_bytes=7)
     one, several = (seen.hosts[name].config(discover) for name in "ab")
-    assert (one.name, one.page, one.device) == ("a", folder / "a.page", "GPU-0a")
+    assert (one.name, one.page, one.gpus) == ("a", folder / "a.page", ("GPU-0a",))
     assert (one.ttft_target_s, one.tpot_target_s) == (0.5, 0.2), "its own where it names one"
     assert one.headroom_bytes == 7
-    assert several.device is None, "a guest shares one GPU"
+    assert several.gpus == ("GPU-0b", "GPU-0c")
 
 
 def test_only_a_living_process_makes_a_host(folder: Path) -> None:
