@@ -40,7 +40,8 @@ class HostDescription:
 
     A target of 0 is unknown; `devices` are the UUIDs of its GPUs, by its ranks. seated_ns:
     CLOCK_MONOTONIC time at which the host took the page's seat. engine: its name and version.
-    support: of that version, `tested` or `probed`. lacks: what the host was asked for and cannot, as `capability: reason`.
+    support: of that version, `tested` or `probed`. lacks: what the host was asked for and cannot,
+    as `capability: reason`.
     """
 
     model: str

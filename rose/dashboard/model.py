@@ -131,6 +131,14 @@ class NodeRow:
         return sum(each.duty for each in guests) / len(guests) if guests else None
 
     @property
+    def lendable_gpus(self) -> float | None:
+        """Compute that the node lends now, or would lend, in whole GPUs, a host without one counted
+        as one; None if the node does not report it.
+        """
+        compute = self.seen.advice.now.compute if self.seen else None
+        return None if compute is None else compute * max(1, self.host.gpus if self.host else 0)
+
+    @property
     def lent_bytes(self) -> int:
         """Bytes of KV memory that the node's leased guests have mapped."""
         return sum(each.kv_bytes for each in self.leased_guests)
@@ -202,14 +210,14 @@ class Model:
 
     @cached_property
     def lendable_gpus(self) -> float | None:
-        """Compute that nodes lend now, or would lend, in whole hosts; None if none reports it."""
-        return known_sum(row.seen.advice.now.compute for row in self.nodes if row.seen)
+        """Compute that nodes lend now, or would lend, in whole GPUs; None if no node reports it."""
+        return known_sum(row.lendable_gpus for row in self.nodes)
 
     @cached_property
     def working(self) -> float | None:
-        """Sum of the leased guests' duty, in whole guests; None without leased guests."""
+        """Sum of the leased guests' duty, in whole GPUs; None without leased guests."""
         guests = [each for row in self.nodes for each in row.leased_guests]
-        return sum(each.duty for each in guests) if guests else None
+        return sum(each.duty * max(1, each.ranks) for each in guests) if guests else None
 
     @cached_property
     def advised(self) -> tuple[NodeRow, ...]:

@@ -144,10 +144,10 @@ def _cluster(model: Model, query: Query) -> Content:
     act, working = model.look.journal.last_act, model.working
     tok_s = history.fleet_tok_s()
     gpus = model.lendable_gpus
-    hosts = NO_DATA if gpus is None else f"{gpus:.1f} hosts' idle compute"
+    hosts = NO_DATA if gpus is None else f"{gpus:.1f} GPUs' idle compute"
     return "cluster.html", "Cluster", {
         "hosts": hosts,
-        "compute_used": NO_DATA if working is None else f"{working:.1f} guests' worth of {hosts}",
+        "compute_used": NO_DATA if working is None else f"{working:.1f} of {hosts}",
         "tokens": NO_DATA if tok_s is None else f"{count(tok_s)} tokens/s",
         "last_act": _act(act, model.look.since_s),
         "budgets": [

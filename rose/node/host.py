@@ -98,10 +98,10 @@ class Host:
         return None if state is None else lent_on(state, len(self.config.gpus))
 
     @property
-    def publisher(self) -> int | None:
-        """Id of the process that publishes on the page, as `publisher` gives it (any thread)."""
+    def publishers(self) -> list[int]:
+        """Ids of the processes that publish on the page, as `publishers_on` gives them."""
         with self._lock:
-            return None if self._closed else publisher(self.page)
+            return [] if self._closed else publishers_on(self.page)
 
     @property
     def requests(self) -> tuple[int, int]:
@@ -128,10 +128,11 @@ class Host:
             self.config.name,
             self._ttft,
             self._tpot,
-            view.state,
+            view.state and lent_on(view.state, len(self.config.gpus)),
             self.requests,
             engine=(said.engine if said else "", support),
             lacks=said.lacks if said else (),
+            gpus=len(self.config.gpus),
         )
 
     def telemetry(self, node: str) -> rose_pb2.HostTelemetry:
@@ -153,6 +154,7 @@ class Host:
             ttft_target_s=self.config.ttft_target_s,
             tpot_target_s=self.config.tpot_target_s,
             kv_share=state.kv_used / state.kv_total if state and state.kv_total else None,
+            gpus=len(self.config.gpus),
         )
         told.MergeFrom(figures)
         if self.scrape:
@@ -186,12 +188,12 @@ class Host:
             self._tpot.observe(tpot_s)
 
 
-def publisher(page: ControlPage) -> int | None:
-    """Return the id of the process that publishes on a page; None without one, or for one of
-    another pid namespace.
+def publishers_on(page: ControlPage) -> list[int]:
+    """Return the ids of the processes that publish on a page, one for each engine core; those of
+    other pid namespaces are left out.
     """
-    seat = None if page.cut_short else page.seat.peek()
-    return seat.pid if seat and seat.pid_namespace == pid_namespace() else None
+    own = pid_namespace()
+    return [seat.pid for seat in page.host_view().seats if seat and seat.pid_namespace == own]
 
 
 def lent_on(host: HostState, gpus: int) -> HostState:
@@ -206,16 +208,16 @@ def summed(
 ) -> rose_pb2.HostTelemetry:
     """Return one HostTelemetry for all hosts of a node, by which capacity policies decide.
 
-    Request counts are sums, with the (met, missed) counts of hosts that `left`, because they must
-    not fall. busy_share and kv_share are the largest known ones: a mean would lend beside a busy
-    host whose neighbours idle. Latencies are those of the host with the largest ratio of a p95
-    latency to its target.
+    Counts of requests and GPUs are sums, those of requests with the (met, missed) counts of hosts
+    that `left`, because they must not fall. busy_share and kv_share are the largest known ones: a
+    mean would lend beside a busy host whose neighbours idle. Latencies are those of the host with
+    the largest ratio of a p95 latency to its target.
     """
     told = rose_pb2.HostTelemetry()
     told.CopyFrom(max(hosts, key=_strain))
     told.host = "" if len(hosts) > 1 else told.host
     sums = "busy_ns", "running", "waiting", "window_requests", "prompt_tokens", "output_tokens"
-    for name in sums:
+    for name in (*sums, "gpus"):
         setattr(told, name, sum(getattr(each, name) for each in hosts))
     told.slo_good = sum(each.slo_good for each in hosts) + left[0]
     told.slo_bad = sum(each.slo_bad for each in hosts) + left[1]

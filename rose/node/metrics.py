@@ -123,7 +123,8 @@ class HostFigures:
 
     requests: counts of requests that met both targets, and that missed one. engine: its name with
     its version, and ROSE's support of it (`tested`, `probed` or `refused`), empty if unknown.
-    lacks: what the host was asked for and cannot, as `capability: reason`.
+    lacks: what the host was asked for and cannot, as `capability: reason`. gpus: number of its
+    GPUs.
     """
 
     name: str
@@ -133,6 +134,7 @@ class HostFigures:
     requests: tuple[int, int] = (0, 0)
     engine: tuple[str, str] = ("", "")
     lacks: tuple[str, ...] = ()
+    gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,8 @@ class ReplicaFigures:
 
     duty: share of the last second in which it ran. granted: number of grants written. owed_bytes:
     KV bytes that its host took back and it still keeps. held: all memory that it holds. reclaim_s:
-    seconds that a reclaim may take. host: name of the host that a guest is beside.
+    seconds that a reclaim may take. host: name of the host that a guest is beside. ranks: number
+    of its ranks.
     """
 
     name: str
@@ -157,6 +160,7 @@ class ReplicaFigures:
     held: HeldMemory | None = None
     reclaim_s: float | None = None
     host: str = ""
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,7 @@ READ: Final = {
         guest_waiting="Turns that wait in the guest.",
         guest_last_step_seconds="How long the guest's last step took.",
         guest_kv_bytes="KV memory that the guest has mapped.",
+        replica_ranks="Ranks of the engine, each on a GPU of its own if it has any.",
         policy_version="Version of its job's weights that the replica has proven.",
         reclaim_deadline_seconds="How long a reclaim of the guest's memory may take.",
     ),
@@ -242,6 +247,7 @@ READ: Final = {
     ),
     **_gauges(
         "host",
+        host_gpus="GPUs that the host is on.",
         host_running="Requests that run in the host.",
         host_waiting="Requests that wait in the host.",
         host_kv_usage="Share of the host's KV blocks in use, 0 to 1.",
@@ -278,6 +284,7 @@ READ: Final = {
 
 def _of_replica(view: ReplicaFigures) -> Iterator[Sample]:
     name = [view.name]
+    yield "replica_ranks", name, view.ranks
     yield "policy_version", name, view.policy_version
     yield "engine_restarts", name, view.restarts
     yield "engine_state", [view.name, view.state], 1.0
@@ -306,6 +313,7 @@ def _of_host(host: HostFigures) -> Iterator[Sample]:
     name = [host.name]
     for targets, count in zip(("met", "missed"), host.requests, strict=True):
         yield "host_requests", [host.name, targets], count
+    yield "host_gpus", name, host.gpus
     yield "host_ttft_target_seconds", name, host.ttft.target_s
     yield "host_tpot_target_seconds", name, host.tpot.target_s
     if any(host.engine):

@@ -369,7 +369,7 @@ class Guest(Replica):
         host, gpus = self._parts.config.host, self._parts.gpus
         gpus.insist_room(self.config, host.headroom_bytes if host else 0)
         if host and self.host:
-            gpus.insist_used(host, self.host.publisher)
+            gpus.insist_used(host, self.host.publishers)
 
     def _cgroup(self) -> Path | None:
         parent = self._parts.config.cgroup
@@ -576,6 +576,7 @@ def view_of(replica: Replica) -> ReplicaFigures:
         state=replica.supervisor.state.value,
         restarts=replica.supervisor.restarts,
         policy_version=replica.updates.version,
+        ranks=replica.config.ranks,
     )
     if guard is None:
         return view
@@ -636,6 +637,7 @@ def _guest(replica: Replica) -> rose_pb2.GuestTelemetry:
         restarts=replica.supervisor.restarts,
         held_bytes=replica.held_though_barred,
         late=replica.updates.late,
+        ranks=replica.config.ranks,
     )
 
 

@@ -389,6 +389,7 @@ class HostTelemetry(_message.Message):
     KV_SHARE_FIELD_NUMBER: _builtins.int
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    GPUS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     busy_ns: _builtins.int
     """cumulative"""
@@ -418,6 +419,8 @@ class HostTelemetry(_message.Message):
     prompt_tokens: _builtins.int
     """of its requests, as they are counted; 0 of a scrape and of older nodes"""
     output_tokens: _builtins.int
+    gpus: _builtins.int
+    """that it is on; 0 of a CPU, and of older nodes"""
     def __init__(
         self,
         *,
@@ -441,10 +444,11 @@ class HostTelemetry(_message.Message):
         kv_share: _builtins.float | None = ...,
         prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        gpus: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "busy_share", b"busy_share", "kv_share", b"kv_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "busy_ns", b"busy_ns", "busy_share", b"busy_share", "host", b"host", "kv_share", b"kv_share", "node", b"node", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "slo_bad", b"slo_bad", "slo_good", b"slo_good", "source", b"source", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share", "_kv_share", b"_kv_share", "busy_ns", b"busy_ns", "busy_share", b"busy_share", "gpus", b"gpus", "host", b"host", "kv_share", b"kv_share", "node", b"node", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "running", b"running", "slo_bad", b"slo_bad", "slo_good", b"slo_good", "source", b"source", "tpot_p50_s", b"tpot_p50_s", "tpot_p95_s", b"tpot_p95_s", "tpot_target_s", b"tpot_target_s", "ttft_p50_s", b"ttft_p50_s", "ttft_p95_s", b"ttft_p95_s", "ttft_target_s", b"ttft_target_s", "waiting", b"waiting", "window_requests", b"window_requests", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__busy_share: _TypeAlias = _typing.Literal["busy_share"]  # noqa: Y015
     _WhichOneofArgType__busy_share: _TypeAlias = _typing.Literal["_busy_share", b"_busy_share"]  # noqa: Y015
@@ -474,6 +478,7 @@ class GuestTelemetry(_message.Message):
     HELD_BYTES_FIELD_NUMBER: _builtins.int
     LEND_BYTES_FIELD_NUMBER: _builtins.int
     KV_BYTES_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     mode: _builtins.str
@@ -495,6 +500,8 @@ class GuestTelemetry(_message.Message):
     """of a guest: its KV memory when all of it is lent, as its host stands now"""
     kv_bytes: _builtins.int
     """of a guest: KV memory that it has mapped"""
+    ranks: _builtins.int
+    """that compute as one engine, each on a GPU of its own if it has any; 0 of older nodes"""
     late: _builtins.str
     """why it has not the newest version of its job, as last tried; empty while it has"""
     def __init__(
@@ -513,11 +520,12 @@ class GuestTelemetry(_message.Message):
         held_bytes: _builtins.int | None = ...,
         lend_bytes: _builtins.int | None = ...,
         kv_bytes: _builtins.int = ...,
+        ranks: _builtins.int = ...,
         late: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "held_bytes", b"held_bytes", "lend_bytes", b"lend_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "duty", b"duty", "held_bytes", b"held_bytes", "kv_bytes", b"kv_bytes", "late", b"late", "lend_bytes", b"lend_bytes", "mode", b"mode", "policy_version", b"policy_version", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "duty", b"duty", "held_bytes", b"held_bytes", "kv_bytes", b"kv_bytes", "late", b"late", "lend_bytes", b"lend_bytes", "mode", b"mode", "policy_version", b"policy_version", "ranks", b"ranks", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__held_bytes: _TypeAlias = _typing.Literal["held_bytes"]  # noqa: Y015
     _WhichOneofArgType__held_bytes: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes"]  # noqa: Y015

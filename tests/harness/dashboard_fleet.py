@@ -50,6 +50,8 @@ POLICIES = (
 ADVISORY = '{"name": "first-week", "mode": "Advisory"}'
 WALL_S = 1_795_000_000.0
 GIB = 1 << 30
+# Of each host, and of each guest.
+GPUS = 2
 
 
 class DashboardFleet:
@@ -201,6 +203,7 @@ class DashboardFleet:
             source="plugin",
             prompt_tokens=5_000 * age_s,
             output_tokens=1_000 * age_s,
+            gpus=GPUS,
         )
         return pb.Telemetry(host=host, guests=list(self._guests(number, name, wave, age_s)))
 
@@ -218,6 +221,7 @@ class DashboardFleet:
                 running=8 if lends else 0,
                 duty=0.0 if frozen else (1 - 0.5 * wave) * lends,
                 policy_version=2,
+                ranks=GPUS,
                 state="healthy",
                 lend_bytes=19 * GIB,
                 kv_bytes=int(19 * GIB * (1 - 0.3 * wave)) * lends,

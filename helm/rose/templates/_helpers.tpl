@@ -325,7 +325,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- if not (include "rose.active" .) -}}
 {{- /* Without replicas nobody takes weights, and nothing on the machine is asked for. */ -}}
 {{- $_ := set $config "replicas" list -}}
-{{- if $config.host }}{{ $_ := unset $config.host "device" }}{{ end -}}
+{{- if $config.host }}{{ $_ := unset (unset $config.host "device") "devices" }}{{ end -}}
 {{- if not $config.verify_key }}{{ $_ := set $config "unsigned" true }}{{ end -}}
 {{- end -}}
 {{- $_ := set $config "node" "@NODE_NAME@" -}}

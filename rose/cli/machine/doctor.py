@@ -55,7 +55,7 @@ from rose.node.discovery import look
 from rose.node.guest.cpu_placement import CgroupRefusedError, guest_cgroup
 from rose.node.guest.guest_record import running_guests
 from rose.node.guest.memory_gauges import Gpus, control_daemon_at, insist_mps, pipe_folder
-from rose.node.host import HostProcess, publisher
+from rose.node.host import HostProcess, publishers_on
 from rose.nvml import Card, Client, version_text
 from rose.operate.client import PolicyClient, SchedulerClient
 from rose.process import launcher
@@ -560,7 +560,7 @@ def _usable(config: NodeConfig, gpus: Gpus) -> Diagnosis:
         gpus.insist_all(config)
         if config.host and config.host.page.exists():
             with _open(config.host) as page:
-                gpus.insist_used(config.host, publisher(page))
+                gpus.insist_used(config.host, publishers_on(page))
     except RoseError as error:
         return refused(error, "see what nvidia-smi says")
     return ok("every replica has a card that it can run on")

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +46,8 @@ _ON_CPU = {"kv_bytes": 64 << 20, "kv_tokens": 8_192, "max_model_len": 512, "max_
 class _Engine:
     """Words about an engine: its name, its page in the documentation, its server's command line.
 
-    shared, small: options of a host that leaves room on a GPU, and of one on the CPU.
+    shared, small: options of a host that leaves room on a GPU, and of one on the CPU. parallel:
+    options whose values, multiplied, are the number of its GPUs; the first is that of tensors.
     """
 
     kind: EngineKind
@@ -55,6 +57,7 @@ class _Engine:
     serve: tuple[str, ...]
     shared: tuple[str, ...]
     small: tuple[str, ...]
+    parallel: tuple[str, ...]
 
 
 _ENGINES: Final = {
@@ -66,6 +69,10 @@ _ENGINES: Final = {
         ("-m", "vllm.entrypoints.openai.api_server", "--model"),
         ("--gpu-memory-utilization", "0.5"),
         ("--enforce-eager", "--max-model-len", "512", "--kv-cache-memory-bytes", str(64 << 20)),
+        (
+            *("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"),
+            *("--data-parallel-size", "-dp"),
+        ),
     ),
     EngineKind.SGLANG: _Engine(
         EngineKind.SGLANG,
@@ -75,6 +82,7 @@ _ENGINES: Final = {
         ("-m", "sglang.launch_server", "--model-path"),
         ("--mem-fraction-static", "0.5"),
         ("--device", "cpu", "--context-length", "512", "--max-total-tokens", "8192"),
+        ("--tp-size", "--tp", "--tensor-parallel-size", "--pp-size", "--pipeline-parallel-size"),
     ),
 }
 
@@ -84,8 +92,8 @@ class FirstFiles:
     """Settings of the files, and their text.
 
     folder: where the processes keep what they write. where: the folder of the files themselves.
-    host: command line of the host, without ROSE. device: index of the GPU, None for the CPU.
-    longest: tokens of the longest sequence that the policy takes.
+    host: command line of the host, without ROSE. devices: indices of its GPUs, () for the CPU.
+    longest, heads: tokens of the longest sequence that the policy takes, and its attention heads.
     """
 
     engine: EngineKind
@@ -96,8 +104,9 @@ class FirstFiles:
     ports: dict[str, int]
     node: str = "serving-0"
     page: str = "/dev/shm/rose-control-page"  # noqa: S108 -- the node checks owner and mode
-    device: int | None = 0
+    devices: tuple[int, ...] = (0,)
     longest: int = _ANY_LENGTH
+    heads: int = 1
     verify_key: str = NO_KEY
     rose: str = "rose"
     ttft_s: float = 0.5
@@ -129,13 +138,17 @@ class FirstFiles:
         return "".join(words).strip()
 
     def _node(self) -> dict[str, Any]:
-        on = {} if self.device is None else {"device": self.device}
+        count = len(self.devices)
+        on: dict[str, Any] = {"device": self.devices[0]} if count == 1 else {}
+        if count > 1:
+            on = {"devices": self.devices}
         host = {"page": self.page, "ttft_target_s": self.ttft_s, "tpot_target_s": self.tpot_s}
-        sizes = _ON_CPU if self.device is None else _ON_GPU
+        sizes = _ON_GPU if self.devices else _ON_CPU
         sizes = sizes | {"max_model_len": min(sizes["max_model_len"], self.longest)}
         other = {} if self.engine is EngineKind.VLLM else {"engine": self.engine}
         guest: dict[str, Any] = {"id": "guest-0", "kind": "guest", "model_dir": self.policy}
-        guest |= {"port": self.ports["guest"], **on, **other, **sizes}
+        guest |= {"port": self.ports["guest"], **(self._shared() if count > 1 else on)}
+        guest |= other | sizes
         return {
             "node": self.node,
             "scheduler": f"127.0.0.1:{self.ports['scheduler']}",
@@ -148,12 +161,17 @@ class FirstFiles:
             "metrics_port": self.ports["node_metrics"],
         }
 
+    def _shared(self) -> dict[str, Any]:
+        """Return the fields of a guest on as many of its host's GPUs as share its heads equally."""
+        ranks = next(n for n in range(len(self.devices), 0, -1) if self.heads % n == 0)
+        return {"device": "host"} | ({"tensor_parallel": ranks} if ranks > 1 else {})
+
 
 def examples() -> dict[str, str]:
     """Return the text of each file of `examples/` that is one of these, by its name."""
     texts: dict[str, str] = {}
     for engine in reversed(EngineKind):
-        host = _command(engine, "models/host", PORTS["host"], 0, "python")
+        host = _command(engine, "models/host", PORTS["host"], (0,), "python")
         texts |= FirstFiles(engine, host, "models/policy", "run", "examples", PORTS).texts()
     return texts
 
@@ -169,6 +187,16 @@ class Server:
     engine: EngineKind
     words: tuple[str, ...]
     devices: str
+
+    @property
+    def ranks(self) -> int:
+        """Number of the server's GPUs by its command line."""
+        ranks, parallel = 1, _ENGINES[self.engine].parallel
+        for word, after in pairwise((*self.words, "")):
+            option, _, value = word.partition("=")
+            value = value or after
+            ranks *= int(value) if option in parallel and value.isdecimal() else 1
+        return max(1, ranks)
 
     @classmethod
     def of(cls, process: psutil.Process) -> "Server | None":
@@ -220,7 +248,7 @@ def parser(prog: str) -> Parser:
     made.add_argument(
         "--engine", type=EngineKind, choices=list(EngineKind), help="of a new host and the guest"
     )
-    made.add_argument("--gpu", type=int, metavar="N", help="index of the GPU (the host's, or 0)")
+    made.add_argument("--gpu", metavar="N[,N]", help="indices of the GPUs (the host's, or 0)")
     made.add_argument("--node", default="serving-0", metavar="NAME", help="default serving-0")
     for name, seconds in (("ttft", 0.5), ("tpot", 0.15)):
         made.add_argument(
@@ -239,19 +267,20 @@ def _run(args: argparse.Namespace) -> int:
         model = str(Path(model).absolute())
     server = None if model else _server()
     engine = server.engine if server else args.engine or _engine_here()
-    device = _device(_wanted(args.gpu, server))
+    devices = _devices(_wanted(args.gpu, server))
     ports = ports_free()
     files = FirstFiles(
         engine=engine,
-        host=server.words if server else _command(engine, model, ports["host"], device),
+        host=server.words if server else _command(engine, model, ports["host"], devices),
         policy=str(args.policy.absolute()),
         folder=str(folder),
         where=str(args.folder),
         ports=ports,
         node=args.node,
         page=f"/dev/shm/rose-{args.node}-page",  # noqa: S108 -- the node checks owner and mode
-        device=device,
-        longest=_longest(args.policy),
+        devices=devices,
+        longest=_said(args.policy, "max_position_embeddings", _ANY_LENGTH),
+        heads=_said(args.policy, "num_attention_heads", 1),
         rose=_rose(),
         ttft_s=args.ttft_s,
         tpot_s=args.tpot_s,
@@ -284,16 +313,14 @@ def _engine_here() -> EngineKind:
     )
 
 
-def _wanted(gpu: int | None, server: Server | None) -> int | str | None:
-    """Return the GPU that was named, else the host's; None if neither is known."""
-    if gpu is not None or server is None or not server.devices:
-        return gpu
-    if "," in server.devices:
-        raise ConfigError(
-            f"process {server.pid} has the GPUs {server.devices}, and a guest shares one; start"
-            " another host by --host-model and --gpu"
-        )
-    return int(server.devices) if server.devices.isdecimal() else server.devices
+def _wanted(gpu: str | None, server: Server | None) -> Sequence[int | str]:
+    """Return the GPUs that were named, else the host's; () if neither are known."""
+    visible = gpu or (server.devices if server else "")
+    named = [int(name) if name.isdecimal() else name for name in visible.split(",") if name]
+    if gpu or server is None:
+        return named
+    ranks = server.ranks
+    return named[:ranks] or (range(ranks) if ranks > 1 else ())
 
 
 def cards() -> tuple[Card, ...]:
@@ -304,26 +331,32 @@ def cards() -> tuple[Card, ...]:
         return ()
 
 
-def _device(wanted: int | str | None) -> int | None:
-    """Return the index of the GPU; None where the machine has none and none was named."""
+def _devices(wanted: Sequence[int | str]) -> tuple[int, ...]:
+    """Return the indices of the GPUs; () where the machine has none and none was named."""
     found = cards()
-    return card_of(found, wanted or 0).index if found or wanted is not None else None
+    return tuple(card_of(found, each).index for each in wanted or ((0,) if found else ()))
 
 
 def _command(
-    engine: EngineKind, model: str, port: int, device: int | None, python: str = sys.executable
+    engine: EngineKind,
+    model: str,
+    port: int,
+    devices: Sequence[int],
+    python: str = sys.executable,
 ) -> list[str]:
     about = _ENGINES[engine]
     words = [python, *about.serve, model, "--served-model-name", "host"]
     words += ["--host", "127.0.0.1", "--port", str(port)]
-    return [*words, *(about.small if device is None else about.shared)]
+    if len(devices) > 1:
+        words += [about.parallel[0], str(len(devices))]
+    return [*words, *(about.shared if devices else about.small)]
 
 
-def _longest(policy: Path) -> int:
-    """Return the tokens of the longest sequence that a checkpoint is made for, as it says."""
+def _said(policy: Path, field: str, otherwise: int) -> int:
+    """Return a number of a checkpoint's configuration, `otherwise` where it has none."""
     try:
         said = json.loads((policy / "config.json").read_text(encoding="utf-8"))
-        return int(said.get("max_position_embeddings", _ANY_LENGTH))
+        return int(said.get(field, otherwise))
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{policy / 'config.json'} is not a model's configuration") from error
 
@@ -352,7 +385,7 @@ def _write(folder: Path, files: FirstFiles) -> None:
 
 def _explain(folder: Path, files: FirstFiles, server: Server | None) -> None:
     about = _ENGINES[files.engine]
-    on = "the CPU" if files.device is None else f"GPU {files.device}"
+    on = f"GPU {', '.join(map(str, files.devices))}" if files.devices else "the CPU"
     host = f"process {server.pid}, which has to be started anew" if server else "a new one"
     port = files.ports["scheduler"]
     to = "" if port == PORTS["scheduler"] else f" --scheduler 127.0.0.1:{port}"

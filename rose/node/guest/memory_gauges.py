@@ -320,25 +320,27 @@ class Gpus:
                     " MPS"
                 )
 
-    def insist_used(self, host: HostConfig, pid: int | None) -> None:
+    def insist_used(self, host: HostConfig, publishers: Sequence[int]) -> None:
         """Raise CardError if the engine that publishes for the host computes on a GPU that the
         host's configuration does not name, as far as the driver tells its processes.
 
-        pid: process on the host's seat, None if unknown; its children are those of its ranks.
+        publishers: its engine cores, whose children are its ranks.
         """
         named = {card.uuid for card in self.cards(host.gpus)}
-        if pid is None or not named or not in_first_pid_namespace():
+        if not (publishers and named and in_first_pid_namespace()):
             return
-        with contextlib.suppress(psutil.Error):
-            engine = psutil.Process(pid)
-            pids = {pid, *(child.pid for child in engine.children(recursive=True))}
-            for card in self.reader.cards():
-                if card.uuid in named:
-                    continue
-                if any(client.pid in pids for client in self.reader.clients(card)):
+        pids = set(publishers)
+        for pid in publishers:
+            with contextlib.suppress(psutil.Error):
+                pids.update(rank.pid for rank in psutil.Process(pid).children(recursive=True))
+        for card in self.reader.cards():
+            if card.uuid in named:
+                continue
+            for client in self.reader.clients(card):
+                if client.pid in pids:
                     raise CardError(
-                        f"the host (process {pid}) computes on GPU {card.index} {card.uuid}, and"
-                        f" {_listed(host.gpus)} is named as its own; correct host.devices"
+                        f"the host (process {client.pid}) computes on GPU {card.index} {card.uuid},"
+                        f" and {_listed(host.gpus)} is named as its own; correct host.devices"
                     )
 
     def insist_room(self, replica: ReplicaConfig, headroom_bytes: int) -> None:

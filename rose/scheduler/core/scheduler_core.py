@@ -381,7 +381,8 @@ class SchedulerCore:
             offer = view.offers.get(said.replica)
             if offer is not None and offer.kind is ReplicaKind.GUEST:
                 job = self._leasing.leased_to(said.replica)
-                yield GuestReading(said.replica, job, said.duty, said.kv_bytes, said.tokens_total)
+                figures = said.duty, said.kv_bytes, said.tokens_total, said.ranks
+                yield GuestReading(said.replica, job, *figures)
 
     def _offered(self, event: Offered, view: NodeView, now_s: float) -> list[Action]:
         if len(view.named.union(each.replica for each in event.offers)) > MAX_NAMED:

@@ -21,6 +21,7 @@ MOST_STEP_S: Final = 10.0
 # Bounds on a node's reported figures in one step.
 MOST_BYTES: Final = 1 << 50
 MOST_TOKENS: Final = 1 << 24
+MOST_RANKS: Final = 64
 MOST_PAIRS: Final = 512
 OTHERS: Final = "(others)"
 # A job's sums are shown for so long after its last guest.
@@ -29,7 +30,8 @@ KEPT_S: Final = 900.0
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """Sums of lent capacity. seconds: leased time; compute_s: that time times the guest's duty.
+    """Sums of lent capacity. seconds: leased time; compute_s: that time times the guest's duty and
+    its ranks, which are its GPUs if it has any.
 
     byte_s: KV memory times leased time, in byte seconds. tokens: generated tokens.
     """
@@ -64,6 +66,7 @@ class GuestReading:
     """A guest's state in one telemetry report. job: the job that leases it, "" without a lease.
 
     duty: share of time in which the guest may compute. tokens_total: tokens since the engine began.
+    ranks: number of its ranks.
     """
 
     replica: str
@@ -71,6 +74,7 @@ class GuestReading:
     duty: float
     kv_bytes: int
     tokens_total: int
+    ranks: int = 1
 
 
 def owner_of(labels: Mapping[str, str]) -> str:
@@ -125,7 +129,7 @@ def _between(before: GuestReading, now: GuestReading, took_s: float) -> Lent:
     tokens = now.tokens_total if made < 0 else made
     return Lent(
         took_s,
-        took_s * min(1.0, now.duty),
+        took_s * min(1.0, now.duty) * max(1, min(MOST_RANKS, now.ranks)),
         took_s * min(MOST_BYTES, now.kv_bytes),
         min(MOST_TOKENS, tokens),
     )

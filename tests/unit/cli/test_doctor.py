@@ -317,6 +317,6 @@ async def test_hosts_in_a_folder_are_looked_at_one_by_one(bench: NodeBench, tmp_
     assert found["a host seat"].level is found["b clock"].level is Severity.OK
     assert not {"host", "a host", "r0"} & found.keys()
     bench.settings["replicas"][0]["device"] = "host"
-    assert "names no single GPU" in (await wrongs(bench))["a guest"]
+    assert "names no GPU" in (await wrongs(bench))["a guest"]
     for host in hosts:
         host.close()

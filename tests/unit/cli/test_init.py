@@ -64,7 +64,7 @@ def test_what_it_writes_starts_a_node(tmp_path: Path, capsys: pytest.CaptureFixt
     key = SigningKey.load(folder / init.KEY)
     [guest] = config.replicas
     assert config.verify_key == key.verify_key.hex
-    assert (guest.model_dir, guest.device) == (tmp_path / "policy", None)
+    assert (guest.model_dir, guest.gpus) == (tmp_path / "policy", ())
     assert guest.max_model_len == 256, "the model is made for no more"
     assert config.host is not None
     assert f"export ROSE_CONTROL_PAGE={config.host.page}\n" in (folder / "host.sh").read_text()
@@ -142,7 +142,52 @@ def test_the_host_is_the_server_that_runs(tmp_path: Path, monkeypatch: pytest.Mo
     assert f"mkdir -p '{tmp_path}/over there/logs'\n" in (
         (tmp_path / "over there/gateway.sh").read_text()
     )
-    assert NodeConfig.load(tmp_path / "over there/node.json").replicas[0].device == 1
+    assert NodeConfig.load(tmp_path / "over there/node.json").replicas[0].gpus == (1,)
+
+
+@pytest.mark.parametrize(
+    ("server", "words", "heads", "host", "guest"),
+    [
+        # A server's GPUs: as many of those that it sees as it has ranks.
+        (("-tp", "2"), [], 32, (0, 1), (0, 1)),
+        (
+            ("--tensor-parallel-size=2", "--data-parallel-size", "2"),
+            [],
+            32,
+            (0, 1, 2, 3),
+            (0, 1, 2, 3),
+        ),
+        (("-tp", "2", "CUDA 3,1,0"), [], 32, (3, 1), (3, 1)),
+        (("CUDA 1,2",), [], 32, (1,), (1,)),
+        # A guest of fewer ranks, where more would not share its heads.
+        (("-tp", "4"), [], 6, (0, 1, 2, 3), (0, 1, 2)),
+        (("-tp", "2"), [], 7, (0, 1), (0,)),
+        (None, ["--host-model", "m", "--gpu", "2,3"], 32, (2, 3), (2, 3)),
+        (None, ["--host-model", "m", "--gpu", "2"], 32, (2,), (2,)),
+    ],
+)
+def test_a_host_of_several_gpus_shares_them(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    server: tuple[str, ...] | None,
+    words: list[str],
+    heads: int,
+    host: tuple[int, ...],
+    guest: tuple[int, ...],
+) -> None:
+    if server is not None:
+        *_, seen = ("", *(word.removeprefix("CUDA ") for word in server if "CUDA" in word))
+        line = ("vllm", "serve", "m", *(word for word in server if "CUDA" not in word))
+        monkeypatch.setattr(init, "servers", lambda: [init.Server(7, EngineKind.VLLM, line, seen)])
+    monkeypatch.setattr(init, "cards", lambda: tuple(card(index=index) for index in range(4)))
+    (tmp_path / "policy/config.json").write_text(json.dumps({"num_attention_heads": heads}))
+    assert rose_init(*words) == 0
+    config = NodeConfig.load(tmp_path / "run/node.json")
+    assert config.host is not None
+    assert (config.host.gpus, config.replicas[0].gpus) == (host, guest)
+    script = (tmp_path / "run/host.sh").read_text()
+    assert f"CUDA_VISIBLE_DEVICES={','.join(map(str, host))}\n" in script
+    assert ("--tensor-parallel-size 2" in script) == (words[-1:] == ["2,3"])
 
 
 SERVER = init.Server(7, EngineKind.VLLM, ("vllm", "serve", "m"), "0,1")
@@ -153,7 +198,7 @@ SERVER = init.Server(7, EngineKind.VLLM, ("vllm", "serve", "m"), "0,1")
     [
         ([], [], "no vLLM or SGLang server of yours runs here; name the model of one to start by"),
         ([SERVER] * 2, [], "2 servers of yours run here (process 7, process 7); name the model"),
-        ([SERVER], [], "process 7 has the GPUs 0,1, and a guest shares one; start another host by"),
+        ([SERVER], ["--gpu", "0,1"], "the NVIDIA driver sees no GPU; run on a machine with one"),
         ([], ["--host-model", "m", "policy"], "policy is not empty; name another folder, or"),
         ([], ["--host-model", "m", "--policy", "no"], "no has no config.json; give a folder in"),
         ([], ["--host-model", "m", "--gpu", "1"], "the NVIDIA driver sees no GPU; run on a"),

@@ -40,7 +40,7 @@ from rose.dashboard.watch import MOST_PAGES
 from rose.errors import ConfigError
 from rose.scheduler.core.messages import PolicyApplied
 from scripts.dashboards import dashboards
-from tests.harness.dashboard_fleet import DashboardFleet
+from tests.harness.dashboard_fleet import GPUS, DashboardFleet
 from tests.harness.waiting import PATIENCE_S
 
 HOSTILE = (
@@ -134,6 +134,11 @@ async def test_the_front_page_answers_the_eight_questions(watched: Watched) -> N
     assert "Hosts over their target2 of 20, at most 0" in said
     assert re.search(r"late: \d+ ms / 500 ms", said)
     assert re.search(r"\d+\.\d GiB of \d+\.\d GiB that policies allow", said)
+    assert (worth := re.search(r"used(\d+\.\d) of (\d+\.\d) GPUs' idle compute", said))
+    guests = [each for row in watch._model.nodes for each in row.leased_guests]
+    assert float(worth[1]) == pytest.approx(GPUS * sum(each.duty for each in guests), abs=0.1)
+    idle = [row.seen.advice.now.compute for row in watch._model.nodes if row.seen]
+    assert float(worth[2]) == pytest.approx(GPUS * sum(filter(None, idle)), abs=0.1)
     assert "none since 2026-" in said
     assert re.search(r"\d+ newest, \d+ behind by 1", said)
 

@@ -135,7 +135,7 @@ def test_a_node_that_finds_its_hosts_takes_its_file(keyed: Path) -> None:
     config = NodeConfig.load(keyed / "node-discover.json")
     host = HostConfig(page=Path("a.page"), name="a", device="GPU-0a")
     [guest] = config.with_host(host, 1).replicas
-    assert (guest.id, guest.device, guest.port) == ("guest-1", "GPU-0a", 8101)
+    assert (guest.id, guest.gpus, guest.port) == ("guest-1", ("GPU-0a",), 8101)
 
 
 def test_scheduler_and_gateway_take_their_options(

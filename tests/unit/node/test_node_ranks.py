@@ -326,17 +326,17 @@ def test_a_host_that_computes_on_another_gpu_than_its_file_says_is_named(
         reader.lists[0] = (Client(os.getpid(), GIB),)
         reader.lists[2] = (Client(rank.pid, GIB),)
         monkeypatch.setattr(memory_gauges, "in_first_pid_namespace", lambda: False)
-        gpus.insist_used(host, os.getpid())
+        gpus.insist_used(host, [os.getpid()])
         monkeypatch.setattr(memory_gauges, "in_first_pid_namespace", lambda: True)
-        for unknown in (None, 2**22 + 1):
+        for unknown in ([], [2**22 + 1]):
             gpus.insist_used(host, unknown)
-        gpus.insist_used(host.model_copy(update={"devices": ()}), os.getpid())
-        gpus.insist_used(host.model_copy(update={"devices": (2, 1, 0)}), os.getpid())
+        gpus.insist_used(host.model_copy(update={"devices": ()}), [os.getpid()])
+        gpus.insist_used(host.model_copy(update={"devices": (2, 1, 0)}), [os.getpid()])
         with pytest.raises(CardError) as caught:
-            gpus.insist_used(host, os.getpid())
+            gpus.insist_used(host, [os.getpid()])
         rank.kill()
     assert str(caught.value) == (
-        f"the host (process {os.getpid()}) computes on GPU 2 GPU-c0, and 0, 1 is named as its own;"
+        f"the host (process {rank.pid}) computes on GPU 2 GPU-c0, and 0, 1 is named as its own;"
         " correct host.devices"
     )
 

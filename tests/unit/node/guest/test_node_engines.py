@@ -419,7 +419,9 @@ async def test_a_card_without_room_is_said_and_nothing_starts(bench: NodeBench) 
     bench.settings["replicas"][0]["kv_bytes"] = 1 << 40
     bench.spawn()
     failed = await bench.until_noted("engine_start_failed")
-    assert "need 1027.0 GiB of Stand-in GPU (GPU 0) and 139.5 GiB are free beyond" in failed["message"]
+    assert (
+        "need 1027.0 GiB of Stand-in GPU (GPU 0) and 139.5 GiB are free beyond" in failed["message"]
+    )
     assert bench.noted("engine_started") == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
@@ -619,6 +620,14 @@ def test_time_compute_memory_and_tokens_are_summed_between_two_looks() -> None:
     book.heard("n0", "chat", [guest("grpo", 30)], 2.0)
     book.heard("n0", "chat", [guest("grpo", 35)], 3.0)
     assert book.sums(3.0) == {("chat", "grpo"): Lent(3.0, 1.5, 300.0, 25)}
+
+
+@pytest.mark.parametrize(("ranks", "counted"), [(0, 1), (1, 1), (8, 8), (2**32 - 1, 64)])
+def test_compute_counts_each_gpu_of_a_guest(ranks: int, counted: int) -> None:
+    book = UsageBook()
+    for at_s in (0.0, 2.0):
+        book.heard("n0", "chat", [replace(guest("grpo"), ranks=ranks)], at_s)
+    assert book.sums(2.0) == {("chat", "grpo"): Lent(2.0, 1.0 * counted, 200.0, 0)}
 
 
 def test_time_of_nobody_and_of_two_jobs_is_not_counted() -> None:
