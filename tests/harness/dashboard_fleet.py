@@ -50,7 +50,7 @@ POLICIES = (
 ADVISORY = '{"name": "first-week", "mode": "Advisory"}'
 WALL_S = 1_795_000_000.0
 GIB = 1 << 30
-# Of each host, and of each guest.
+# Number of GPUs of each host and each guest.
 GPUS = 2
 
 
