@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from node_bench import node_of_one
-from tests.fakes.nvml import StandInReader, card
 
 from executor import ControlPage, GuardConfig, GuestState
 from executor.grant_controller import HarvestCaps
@@ -23,6 +22,7 @@ from rose.node.guest import memory_gauges
 from rose.node.guest.memory_gauges import DRIVER, ENGINE_BYTES, PAGE, DeviceMemory, Gpus
 from rose.node.orders import SchedulerCaps
 from rose.nvml import Card, CardError, Client
+from tests.fakes.cuda.nvml import StandInReader, card
 from tests.fakes.guarded_guest import guard_thread
 from tests.harness.seated_host import SeatedHost
 
