@@ -191,9 +191,7 @@ class Capability(StrEnum):
 
 LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
     {
-        EngineKind.VLLM: MappingProxyType(
-            {Capability.LEND_RANKS: "its pages belong to processes that its scheduler does not see"}
-        ),
+        EngineKind.VLLM: MappingProxyType({}),
         EngineKind.SGLANG: MappingProxyType(
             {
                 Capability.LEND_GPU: "ROSE does not reserve its memory on a GPU",
