@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 # vLLM's executor waits 5 s for its other ranks, then ends them; a guest's watchdog waits for none.
 ENDED_S = 60.0
-RANKS_ENDED_S = 1.0
+RANKS_ENDED_S = 5.0
 
 
 @pytest.fixture(scope="module")
