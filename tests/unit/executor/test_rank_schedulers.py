@@ -1,5 +1,6 @@
 """vLLM's own schedulers over two ranks: with one step in flight, two, and two of a pipeline."""
 
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ class Ranks:
     """Both ranks' memory, pagers and runners; a step runs on both, and they agree."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gc.collect()  # Reports of an earlier test, in this process, are not to be found.
         self.pagers: list[RankPager] = []
         self.memory: list[torch.Tensor] = []
         self.runners: list[StandInRunner] = []

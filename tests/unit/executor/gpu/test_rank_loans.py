@@ -1,5 +1,6 @@
 """A host of two ranks lends GPU pages to a guest of two ranks: a socket and a loan on each GPU."""
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ class Pair:
     """A host and its guest; `now_ns` passes by a second a turn."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        gc.collect()  # Reports of an earlier test, in this process, are not to be found.
         self.devices = [StandInDevice((3 + GRANULES + own) * PAGE) for own in OWN_PAGES]
         self.host = Ranks(HOST, path, self.devices, os.getpid())
         # The guest's reports are those of another process; a thread has the same files open.

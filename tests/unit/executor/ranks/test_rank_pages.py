@@ -124,6 +124,7 @@ def test_operations_are_carried_out_once_and_in_order() -> None:
 def test_ranks_that_do_not_fit_together_are_refused(
     granules: Sequence[Granules], blocks: int, ranks: int, line: str
 ) -> None:
+    gc.collect()
     pagers = [RankPager(MapPages(each), each, n, ranks) for n, each in enumerate(granules)]
     with pytest.raises(RankError, match=line):
         RankPages.of_processes([os.getpid()], ranks, blocks)
@@ -131,6 +132,7 @@ def test_ranks_that_do_not_fit_together_are_refused(
 
 
 def test_other_files_and_processes_are_not_reports() -> None:
+    gc.collect()
     empty = os.memfd_create(f"{MEMFD}0")
     torn = os.memfd_create(f"{MEMFD}1")
     os.truncate(torn, 4096)
@@ -190,6 +192,7 @@ class InProcess:
     """Two ranks in this process, with few pages."""
 
     def __init__(self, mapped: Sequence[int] = (GRANULES.count, GRANULES.count)) -> None:
+        gc.collect()  # Reports of an earlier test, in this process, are not to be found.
         self.backends = [MapPages() for _ in mapped]
         for backend, count in zip(self.backends, mapped, strict=True):
             backend.release(range(count, GRANULES.count))
