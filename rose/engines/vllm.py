@@ -94,8 +94,11 @@ def arguments(spec: EngineSpec) -> list[str]:
         made.append(_NO_SHARE)
     if spec.role is EngineRole.GUEST:
         made.append("--scheduler-cls=executor.vllm.guest.scheduler.GatedScheduler")
-    if spec.role in (EngineRole.HOST, EngineRole.GUEST) and spec.kv_backend == "cuda":
-        made.append("--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker")
+    if spec.role in (EngineRole.HOST, EngineRole.GUEST):
+        if spec.kv_backend == "cuda":
+            made.append("--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker")
+        elif spec.device is Device.CPU and spec.tensor_parallel > 1:
+            made.append("--worker-cls=executor.vllm.cpu_worker.CpuKvWorker")
     if spec.role.is_replica:
         made.extend(_REPLICA_ARGS)
     return [*made, *spec.extra_args]

@@ -211,6 +211,27 @@ def test_an_engine_of_several_ranks_is_started_as_its_file_says(
     assert [word for word in argv for part in absent if part in word and word not in there] == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "worker"),
+    [
+        ({}, None),
+        ({"tensor_parallel": 2}, "executor.vllm.cpu_worker.CpuKvWorker"),
+        ({"tensor_parallel": 2, "devices": [0, 1]}, None),
+        (
+            {"tensor_parallel": 2, "devices": [0, 1], "kv_backend": "cuda"},
+            "executor.vllm.reserved_worker.ReservedKvWorker",
+        ),
+    ],
+)
+def test_ranks_of_a_guest_have_the_worker_that_gives_their_kv_memory_back(
+    tmp_path: Path, fields: dict[str, Any], worker: str | None
+) -> None:
+    config = load(tmp_path, {"host": {"page": "p"}, "replicas": [GUEST | fields]})
+    argv = process_spec(config.replicas[0].engine_spec(config)).argv
+    workers = [word.partition("=")[2] for word in argv if word.startswith("--worker-cls")]
+    assert workers == ([worker] if worker else [])
+
+
 @pytest.mark.parametrize(("named", "cores"), [({"core": 1}, (1,)), ({"cores": [0, 1]}, (0, 1))])
 def test_ranks_on_a_cpu_are_pinned_to_its_cores(
     tmp_path: Path, named: dict[str, Any], cores: tuple[int, ...]
