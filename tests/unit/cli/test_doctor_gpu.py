@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from executor import ControlPage
 from rose.cli.machine.doctor import Diagnosis, Severity, gpu_checks
 from rose.node import HostConfig, NodeConfig
+from rose.node.guest import memory_gauges
 from rose.node.guest.memory_gauges import Gpus
 from rose.nvml import CardError, CardReader, Client
 from tests.fakes.cuda.nvml import StandInReader, card, usage
+from tests.harness.seated_host import SeatedHost
 from tests.unit.node.node_bench import node_of_one
 
 GIB = 1 << 30
@@ -60,6 +63,40 @@ def test_a_card_that_is_well_is_all_ok(tmp_path: Path, equipped: Path) -> None:
     assert told["gpu 0"].what == "Stand-in GPU, driver 580.00, CUDA 13.0, GPU-stand-in"
     assert told["gpu 0 load"].what == "140.0 of 141.0 GiB free"
     assert told["g0 mps"].what == "off"
+
+
+def test_each_gpu_of_host_and_guest_is_looked_at(tmp_path: Path) -> None:
+    cards = [card(index=index, uuid=f"GPU-{index}") for index in range(3)]
+    host = {"page": tmp_path / "page", "devices": (0, 1, 2)}
+    ranks = {"device": None, "devices": ("GPU-1", 2), "tensor_parallel": 2, "cores": (0, 1)}
+    config = node(tmp_path, **ranks).model_copy(update={"host": HostConfig(**host)})
+    told = found(config, lambda: reader(*cards))
+    looked = [f"gpu {name}" for name in ("GPU-1", 2, 0, 1)]
+    assert {"gpu", *looked, *(f"{name} load" for name in looked)} <= told.keys()
+    assert told["g0 core"].what == (
+        "it is pinned to core 0, 1: its launches wait for that core alone"
+    )
+
+
+def test_a_host_on_another_gpu_than_its_file_names_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_gauges, "in_first_pid_namespace", lambda: True)
+    cards = [card(index=index, uuid=f"GPU-{index}") for index in range(2)]
+    page = ControlPage.create(tmp_path / "page")
+    seated = SeatedHost(page)
+    seated.tell()
+    host = HostConfig(page=page.path, device=0)
+    config = node(tmp_path).model_copy(update={"host": host})
+    busy = reader(*cards)
+    busy.listed = (Client(os.getpid(), GIB),)
+    finding = found(config, lambda: busy)["gpu"]
+    assert finding.level is Severity.WRONG
+    assert finding.what == (
+        f"the host (process {os.getpid()}) computes on GPU 1 GPU-1, and 0 is named as its own"
+    )
+    seated.close()
+    page.close()
 
 
 def test_a_node_without_a_gpu_asks_no_driver(tmp_path: Path) -> None:

@@ -101,8 +101,9 @@ def test_no_gpu_is_requested_unless_active(mode: str, access: str) -> None:
 def test_a_node_that_only_advises_has_no_replicas_and_looks_for_no_card() -> None:
     config = node_file(ACTIVE, {"mode": "Advisory"})
     assert config["replicas"] == []
-    named = {"node": {"config": {"host": {"page": "/run/rose/page", "device": 0}}}}
-    assert "device" not in node_file(ACTIVE, named, {"mode": "Advisory"})["host"]
+    for gpus in ({"device": 0}, {"devices": [0, 1]}):
+        named = {"node": {"config": {"host": {"page": "/run/rose/page"} | gpus}}}
+        assert not node_file(ACTIVE, named, {"mode": "Advisory"})["host"].keys() & gpus.keys()
 
 
 def test_a_node_that_only_advises_is_small() -> None:
