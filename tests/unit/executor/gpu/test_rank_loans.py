@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from gpu_host_cases import device_caches
 from kv_cases import BLOCK_TOKENS, WIDE, engine_of, kv_config, manager_of
-from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
+from tests.fakes.cuda.driver import PAGE, StandInDevice, StandInDriver
 
 from executor import Grant
 from executor.engine_settings import GUEST, HOST, LEND, EngineSettings
