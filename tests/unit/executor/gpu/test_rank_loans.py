@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from gpu_host_cases import device_caches
 from kv_cases import BLOCK_TOKENS, WIDE, engine_of, kv_config, manager_of
-from tests.fakes.cuda.driver import PAGE, StandInDevice, StandInDriver
 
 from executor import Grant
 from executor.engine_settings import GUEST, HOST, LEND, EngineSettings
@@ -23,6 +22,7 @@ from executor.vllm import kv_backing
 from executor.vllm.host.kv_lender import CudaLendingPool, SkipPolicy
 from executor.vllm.kv_backing import kv_pages, page_source, reserve_kv
 from executor.vllm.kv_block_pool import BalloonedPool
+from tests.fakes.cuda.driver import PAGE, StandInDevice, StandInDriver
 
 RANKS, BLOCKS, GRANULES = 2, 32, 16
 RESERVE = 4
