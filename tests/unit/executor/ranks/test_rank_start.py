@@ -21,13 +21,13 @@ SPAWN = multiprocessing.get_context("spawn")
 
 
 def start(rank: int, page: str, meeting: str, told: "multiprocessing.queues.Queue[object]") -> None:
-    """The passes of one rank's start. The group's own deadline is shorter than the host is busy."""
+    """Go through the passes of one rank's start."""
     torch.distributed.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=RANKS,
-        timeout=timedelta(seconds=BUSY_S / 2),
+        timeout=timedelta(seconds=60),
     )
     group = torch.distributed.group.WORLD
     rank_worker.GATE_NEWS_S = 0.2  # type: ignore[misc]
