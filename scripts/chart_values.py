@@ -264,7 +264,7 @@ class OwnEtcd(ControlWorkload):
     resources: Resources = _said("of each member", _resources("100m", "256Mi", "1Gi"))
 
 
-class Store(Strict):
+class StoreValues(Strict):
     """Store of what outlives schedulers: jobs, policies, lease epochs, the stop."""
 
     own: OwnEtcd = _said("etcd of the chart's own", OwnEtcd())
@@ -345,7 +345,7 @@ class Controller(Strict):
     )
 
 
-class Gateway(ControlWorkload):
+class GatewayValues(ControlWorkload):
     """Gateways: HTTP front of all replicas."""
 
     enabled: bool = _said("run them", True)
@@ -385,13 +385,13 @@ class Persistence(Strict):
     )
 
 
-class Records(Strict):
+class RecordsValues(Strict):
     """Audit log, usage and events of all processes."""
 
     persistence: Persistence = _said("that they outlive their pods", Persistence())
 
 
-class Backup(Strict):
+class BackupValues(Strict):
     """Backups of the store (docs/operators/backup.md)."""
 
     enabled: bool = _said("make them: a CronJob of `rose store backup`", False)
@@ -412,7 +412,7 @@ class RelayJob(Strict):
     verify_key: Annotated[str, _pattern("([0-9a-f]{64})?")] = _said("key of its trainer", "")
 
 
-class Relay(ControlWorkload):
+class RelayValues(ControlWorkload):
     """A relay: fetches weights once for this cluster and passes them on."""
 
     enabled: bool = _said("run it", False)
@@ -438,7 +438,7 @@ class SharedFolder(Strict):
     )
 
 
-class Models(Strict):
+class ModelsValues(Strict):
     """Volume of the guests' models, mounted at /models, read only."""
 
     host_path: str = _said("folder of the machine", "")
@@ -469,7 +469,7 @@ class Node(Workload):
     )
     max_unavailable: Percent = _said("nodes that an upgrade restarts at once", "10%")
     shared_folder: SharedFolder = _said("with the host", SharedFolder())
-    models: Models = _said("of guests", Models())
+    models: ModelsValues = _said("of guests", ModelsValues())
     run_folder: str = _said(
         "folder of the machine for weights, of user 10001; else they go with the pod", ""
     )
@@ -636,14 +636,14 @@ class Values(Strict):
     images: Images = _said("in mode Active by digest", Images())
     image_pull_secrets: tuple[Name | NamedSecret, ...] = _said("of a private registry", ())
     tls: Tls = _said("identities; self-made where none are named and mode is not Active", Tls())
-    store: Store = _said("etcd", Store())
+    store: StoreValues = _said("etcd", StoreValues())
     scheduler: Scheduler = _said("schedulers", Scheduler())
     controller: Controller = _said("policies as objects", Controller())
-    gateway: Gateway = _said("gateways", Gateway())
-    relay: Relay = _said("relay", Relay())
+    gateway: GatewayValues = _said("gateways", GatewayValues())
+    relay: RelayValues = _said("relay", RelayValues())
     node: Node = _said("nodes", Node())
-    records: Records = _said("audit log, usage and events", Records())
-    backup: Backup = _said("backups of the store", Backup())
+    records: RecordsValues = _said("audit log, usage and events", RecordsValues())
+    backup: BackupValues = _said("backups of the store", BackupValues())
     commands: Commands = _said("jobs with the operator's commands", Commands())
     network_policy: NetworkPolicies = _said("who reaches whom", NetworkPolicies())
     pod_disruption_budgets: bool = _said("one pod of a kind at a time", True)
