@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from executor.errors import DeviceError, LendingError, LoanError, MappingLost, RankError
 from executor.kv.backing import HeldGranules, NoPages, PageBackend
 from executor.kv.lending import KvFree, LendingCore, LendingLimits
-from executor.kv.shrink_plan import Granules, plan_growth
+from executor.kv.shrink_plan import Granules, KvGroup, blocks_in, plan_growth
 
 LEAST_GRANULES: Final = 3
 
@@ -145,18 +145,19 @@ class HostLender:
         self,
         pool: LendablePool,
         limits: LendingLimits,
-        block_tokens: int,
+        groups: Sequence[KvGroup],
         hold: Holder | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """Take over the pool.
 
-        hold: policy for a pool whose lent blocks do not come back at once; None on host memory.
+        groups: layers that share a block table. hold: policy for a pool whose lent blocks do not
+        come back at once; None on host memory.
         """
         self.pool = pool
         self._core = LendingCore(pool.granules, limits)
         self._cold_ns = limits.cold_ns
-        self._block_tokens = block_tokens
+        self._groups = groups
         self._hold = hold
         self.clock_ns = clock_ns
         self._steps_begun = 0
@@ -198,9 +199,9 @@ class HostLender:
     def step(self, prefill_tokens: int, requests: int, next_tokens: int = 0) -> None:
         """Lend or take back granules; call it before each schedule.
 
-        `prefill_tokens` of prompts have no place yet; each of `requests` may need one more block;
-        the one that waits longest needs a place for `next_tokens`. Raises DeviceError, LoanError or
-        RankError.
+        `prefill_tokens` of prompts have no place yet; each of `requests` may need one more block a
+        group; the one that waits longest needs a place for `next_tokens`. Raises DeviceError,
+        LoanError or RankError.
         """
         if self._retires:
             self._retire()
@@ -283,9 +284,9 @@ class HostLender:
 
     def _demand(self, prefill_tokens: int, requests: int, next_tokens: int) -> int:
         """Return the number of blocks that requests will allocate soon."""
-        queued = -(-max(prefill_tokens, next_tokens) // self._block_tokens)
+        queued = blocks_in(self._groups, max(prefill_tokens, next_tokens), max(1, requests))
         short = self._hold.short_blocks if self._hold is not None else 0
-        return max(queued, short) + requests
+        return max(queued, short) + requests * len(self._groups)
 
     def _take_back(self, count: int) -> None:
         pool = self.pool

@@ -310,8 +310,16 @@ def runs(numbers: Iterable[int]) -> list[range]:
 
 def granule_blocks(extents: Sequence[Extent]) -> int:
     """Return the blocks of the smallest granule whose runs of memory have GRANULE_RUN_BYTES."""
-    shortest = min((run.size for run in of_two_blocks(extents)), default=2)
-    return max(1, -(-GRANULE_RUN_BYTES * 2 // shortest))
+    return blocks_of_runs(extents, GRANULE_RUN_BYTES)
+
+
+def blocks_of_runs(extents: Sequence[Extent], run_bytes: int) -> int:
+    """Return the fewest neighbouring blocks whose runs of memory have `run_bytes` on average.
+
+    What is lost at the ends of runs then has the same share, whatever the sizes of layers.
+    """
+    runs = of_two_blocks(extents)
+    return max(1, -(-run_bytes * 2 * len(runs) // max(2, sum(run.size for run in runs))))
 
 
 def of_two_blocks(extents: Sequence[Extent]) -> list[Range]:

@@ -13,6 +13,7 @@ that none is set: zeroed memory and a node without KV policy leave the guest as 
 """
 
 import heapq
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -46,6 +47,26 @@ class Granules:
     def blocks_of(self, granule: int) -> range:
         first = granule * self.granule_blocks
         return range(first, min(first + self.granule_blocks, self.blocks))
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers with one block table: tokens of a block, and the most blocks that a request holds.
+
+    most_blocks: a sliding window and a state need no more, however many tokens there are.
+    """
+
+    block_tokens: int
+    most_blocks: int = sys.maxsize
+
+    def blocks(self, tokens: int, requests: int = 1) -> int:
+        """Return the most blocks that `requests` hold for `tokens` tokens together."""
+        return min(-(-tokens // self.block_tokens), requests * self.most_blocks)
+
+
+def blocks_in(groups: Iterable[KvGroup], tokens: int, requests: int = 1) -> int:
+    """Return the most blocks of one pool that requests hold in all groups of layers together."""
+    return sum(group.blocks(tokens, requests) for group in groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,20 @@
 """KV cache memory of a vLLM engine: the place of its blocks, and the pages and granules under them.
 
-Layout. vLLM 0.32 has one allocation, and its configuration says where layer l of block b begins in
-it. 0.25 allocates for each layer, or once with a stride (`reserved_worker.py` asks for that), and a
-layer's tensor says where its blocks are: they come first in every layout that 0.25 has on CPU and
-NVIDIA. The tensors belong to the attention layers, which the configuration names. A worker inside
-the engine core (UniProcExecutor) shares them with the scheduler; those of a worker elsewhere cannot
-be found from here.
+Layout. Each layer's tensors say where its blocks are: the first dimension is blocks on CPU and
+NVIDIA, in one allocation (vLLM 0.32, and 0.25 as `reserved_worker.py` asks for), or one a layer.
+The tensors belong to the layers that the configuration names. A worker inside the engine core
+(UniProcExecutor) shares them with the scheduler; those of a worker elsewhere cannot be found here.
+
+Groups. Layers of one kind (full attention, a sliding window, states of Mamba or linear attention)
+share a block table. All groups take blocks from one pool and overlay each other: block b of one
+group has the bytes of block b of another, and one group at a time owns it.
+
+    block after block   | b=0 [ full 0 | full 1 | pad ] | b=1 [ full 0 | full 1 | pad ] | …
+                        | b=0 [ state 0 | state 1     ] | b=1 [ state 0 | state 1     ] | …
+    layer after layer   | full 0 [ b=0 | b=1 | … ] | full 1 [ b=0 | b=1 | … ] |
+
+So a block's bytes are those of all groups' layers, whoever owns it, and `kv_layout` finds them
+without knowing kinds of layers. Layers of several page sizes have strides of their own.
 
 Granules. In an order of layer after layer, a page of 2 MiB holds one layer's part of many blocks,
 and a granule is at least these: 32 blocks of 16 tokens, 64 MiB, for an 8B model in bf16. In an
@@ -21,8 +30,10 @@ driver or are lent.
 import logging
 import math
 import multiprocessing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -38,12 +49,13 @@ from executor.kv.backing import (
     NoPages,
     PageBackend,
     Range,
+    blocks_of_runs,
     granule_blocks,
     of_two_blocks,
     use_huge_pages,
 )
 from executor.kv.rank_pages import RankPages
-from executor.kv.shrink_plan import Granules
+from executor.kv.shrink_plan import Granules, KvGroup
 
 logger = logging.getLogger("vllm.rose.kv")
 FALLBACK_GRANULE_BLOCKS: Final = 16
@@ -77,20 +89,15 @@ def kv_bytes(kv_cache_config: Any) -> int:  # noqa: ANN401 -- vLLM's type
     return sum(sizes)
 
 
-def blocks_of(
-    kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
+def kv_groups(
     vllm_config: Any,  # noqa: ANN401 -- vLLM's types
-    tokens: int,
-) -> int:
-    """Return the most blocks that one request of `tokens` tokens holds, over all KV groups.
-
-    A group of a sliding window or of states holds no more than its kind of layer ever needs.
-    """
+    kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
+) -> tuple[KvGroup, ...]:
+    """Return the groups of layers that share a block table; all take blocks from one pool."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    return sum(
-        min(
-            -(-tokens // spec.block_size),
-            -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes),
+    return tuple(
+        KvGroup(
+            spec.block_size, -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
         )
         for spec in specs
     )
@@ -102,77 +109,91 @@ def kv_layout(
 ) -> KvLayout | None:
     """Return the layout of the KV cache; None if ROSE cannot release its pages block by block.
 
-    That is so if memory is out of this process's reach, or blocks overlap or differ in size, as
-    with several KV groups or with a draft model beside its target.
+    That is so if a layer's memory is out of this process's reach, if the allocations hold more than
+    the KV cache, or if two blocks share bytes.
     """
     layers = vllm_config.compilation_config.static_forward_context
-    if len(kv_cache_config.kv_cache_groups) != 1 or not _one_size(layers, kv_cache_config):
+    groups = kv_cache_config.kv_cache_groups
+    caches = [_caches_of(layers.get(name)) for group in groups for name in group.layer_names]
+    if not caches or not all(caches) or _has_a_second_pool(kv_cache_config):
         return None
-    parts = [
-        _by_configuration(tensor, layers, kv_cache_config)
-        if hasattr(tensor, "layers")
-        else _by_tensor(tensor, layers, kv_cache_config)
-        for tensor in kv_cache_config.kv_cache_tensors
-    ]
-    found = [part for part in parts if part is not None]
-    if not found or len(found) < len(parts):
+    tensors = [tensor for layer in caches for tensor in layer]
+    storages = tuple(dict.fromkeys(map(_storage_of, tensors)))
+    if sum(storage.size for storage in storages) != kv_bytes(kv_cache_config):
         return None
-    storages = dict.fromkeys(storage for part in found for storage in part.storages)
-    return KvLayout(tuple(storages), tuple(extent for part in found for extent in part.extents))
+    blocks: int = kv_cache_config.num_blocks
+    parts = [_parts(tensor, blocks) for tensor in tensors]
+    ends = {storage.address + storage.size for storage in storages}
+    extents = _merged(set(chain(*parts)), blocks, ends) if all(parts) else ()
+    return KvLayout(storages, extents) if extents else None
 
 
-def _by_configuration(tensor: Any, layers: Mapping[str, Any], config: Any) -> KvLayout | None:  # noqa: ANN401
-    cache = _cache_of(tensor.layers, layers)
-    storage = None if cache is None else _storage_of(cache, tensor.size)
-    if storage is None:
-        return None
-    first = storage.address + tensor.offset
-    extents = tuple(
-        Extent(first + layer * tensor.layer_stride, tensor.block_stride, _page_bytes(config))
-        for layer in range(len(tensor.layers))
-    )
-    return KvLayout((storage,), extents)
+def _has_a_second_pool(config: Any) -> bool:  # noqa: ANN401 -- vLLM's types
+    return any(getattr(tensor, "host_resident", False) for tensor in config.kv_cache_tensors)
 
 
-def _by_tensor(tensor: Any, layers: Mapping[str, Any], config: Any) -> KvLayout | None:  # noqa: ANN401
-    cache = _cache_of(tensor.shared_by, layers)
-    storage = None if cache is None else _storage_of(cache)
-    if cache is None or storage is None:
-        return None
-    # A kernel may see a block as several of its own.
-    kernel_blocks, rest = divmod(cache.shape[0], config.num_blocks)
-    if rest or cache.stride(0) != max(cache.stride()):
-        return None
-    stride = kernel_blocks * cache.stride(0) * cache.element_size()
-    return KvLayout((storage,), (Extent(cache.data_ptr(), stride, _page_bytes(config)),))
+def _caches_of(layer: Any) -> tuple[Any, ...]:  # noqa: ANN401 -- vLLM's layer and tensors
+    """Return the tensors of a layer's KV or states in this process; () if there are none."""
+    cache = getattr(layer, "kv_cache", None)
+    tensors = cache if isinstance(cache, tuple | list) else (cache,)
+    known = all(hasattr(tensor, "device") and tensor.shape[0] for tensor in tensors)
+    return tuple(tensors) if known else ()
 
 
-def _cache_of(names: list[str], layers: Mapping[str, Any]) -> Any:  # noqa: ANN401 -- a tensor
-    """Return the tensor of the first layer that has one in this process, or None."""
-    caches = (getattr(layers.get(name), "kv_cache", None) for name in names)
-    return next((cache for cache in caches if getattr(cache, "device", None) is not None), None)
-
-
-def _storage_of(cache: Any, size: int | None = None) -> Storage | None:  # noqa: ANN401 -- a tensor
-    """Return the allocation under a tensor; None if that is not of the requested size."""
+def _storage_of(cache: Any) -> Storage:  # noqa: ANN401 -- a tensor
     storage = cache.untyped_storage()
-    if size is not None and storage.nbytes() != size:
-        return None
     return Storage(cache.device.type, storage.data_ptr(), storage.nbytes())
 
 
-def _one_size(layers: Mapping[str, Any], config: Any) -> bool:  # noqa: ANN401 -- vLLM's
-    """Return True if a block is equally large in all layers, and no larger than the group's."""
-    (group,) = config.kv_cache_groups
-    caches = [_cache_of([name], layers) for name in group.layer_names]
-    sizes = {cache.numel() * cache.element_size() for cache in caches if cache is not None}
-    return len(sizes) <= 1 and all(s <= config.num_blocks * _page_bytes(config) for s in sizes)
+def _parts(cache: Any, blocks: int) -> list[Extent]:  # noqa: ANN401 -- a tensor
+    """Return the places of all blocks in a layer's tensor, whose first dimension is blocks.
+
+    A kernel may see a block as several of its own. Where heads come before blocks in memory, each
+    head has a place. The result is empty if the first dimension is another one.
+    """
+    kernel_blocks, rest = divmod(cache.shape[0], blocks)
+    if rest:
+        return []
+    size: int = cache.element_size()
+    kernel_stride, *strides = (step * size for step in cache.stride())
+    stride = kernel_blocks * kernel_stride
+    starts, length = [cache.data_ptr()], stride - kernel_stride + size
+    for count, step in zip(cache.shape[1:], strides, strict=True):
+        if step >= stride and count > 1:
+            starts = [start + number * step for start in starts for number in range(count)]
+        else:
+            length += (count - 1) * step
+    return [Extent(start, stride, length) for start in starts]
 
 
-def _page_bytes(config: Any) -> int:  # noqa: ANN401 -- vLLM's types
-    (group,) = config.kv_cache_groups
-    size: int = group.kv_cache_spec.page_size_bytes
-    return size
+def _merged(parts: Iterable[Extent], blocks: int, ends: set[int]) -> tuple[Extent, ...]:
+    """Return these extents with those that lie among each other's blocks merged.
+
+    Groups of layers overlay each other, block upon block. A merged extent has all bytes up to the
+    next block, unless its last block would reach beyond what follows it. `ends`: addresses at which
+    allocations end. The result is empty if two blocks share bytes.
+    """
+    merged: list[Extent] = []
+    end = 0
+    for part in sorted(parts, key=lambda part: part.base):
+        last = merged[-1] if merged and part.base < end else None
+        if last is None:
+            merged.append(part)
+        elif part.stride == last.stride:
+            length = max(last.block_bytes, part.base - last.base + part.block_bytes)
+            merged[-1] = Extent(last.base, last.stride, length)
+        else:
+            return ()
+        end = merged[-1].base + (blocks - 1) * part.stride + merged[-1].block_bytes
+        if merged[-1].block_bytes > part.stride:
+            return ()
+    limits = sorted({extent.base for extent in merged} | ends)
+    return tuple(
+        Extent(extent.base, extent.stride, extent.stride)
+        if extent.base + blocks * extent.stride <= limits[bisect_right(limits, extent.base)]
+        else extent
+        for extent in merged
+    )
 
 
 def block_outermost_first(names: Iterable[str]) -> list[str]:
@@ -281,8 +302,8 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
         return (
             "the KV cache is out of this process's reach; run the worker in the engine core"
             " (UniProcExecutor), or over several ranks with --worker-cls"
-            " executor.vllm.cpu_worker.CpuKvWorker (on a GPU ReservedKvWorker), and a model with"
-            " one KV group and layers of one page size"
+            " executor.vllm.cpu_worker.CpuKvWorker (on a GPU ReservedKvWorker), without layers"
+            " whose blocks are on the host or share bytes"
         )
     # Memory that ROSE reserved comes from a GPU's driver, whatever the engine computes on.
     device = layout.storages[0].device if reservation is None else CUDA
@@ -300,13 +321,12 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
 def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
     """Return a granule's number of blocks on a GPU.
 
-    Its runs of memory are whole pages, or GRANULE_RUN_PAGES at least.
+    Its runs of memory are whole pages, or GRANULE_RUN_PAGES on average.
     """
     runs = of_two_blocks(extents)
-    shortest = min(run.size for run in runs)
-    several = max(1, -(-GRANULE_RUN_PAGES * page_bytes * 2 // shortest))
+    several = blocks_of_runs(extents, GRANULE_RUN_PAGES * page_bytes)
     aligned = all(run.start % page_bytes == 0 for run in runs)
-    whole = page_bytes // math.gcd(page_bytes, shortest // 2)
+    whole = math.lcm(*(page_bytes // math.gcd(page_bytes, run.size // 2) for run in runs))
     return min(whole, several) if aligned else several
 
 

@@ -19,7 +19,7 @@ from executor.errors import LendingError
 from executor.host.kv_lender import HostLender, HostMemoryPool, check_lendable
 from executor.kv.backing import HeldGranules, PageBackend
 from executor.kv.lending import KvFree, LendingLimits
-from executor.kv.shrink_plan import Granules
+from executor.kv.shrink_plan import Granules, KvGroup
 from executor.sglang.compat import LENDING_NEEDED, check_features
 from executor.sglang.kv_pool import BalloonedAllocator, Forget, kv_pages
 
@@ -182,4 +182,4 @@ def lender_of(
         return pool.free.plain - before
 
     pool = LendingAllocator(allocator, granules, pages, tree.evictable_size, forget)
-    return HostLender(pool, limits, int(allocator.page_size)), pool
+    return HostLender(pool, limits, [KvGroup(int(allocator.page_size))]), pool

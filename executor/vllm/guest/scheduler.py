@@ -16,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from executor.engine_settings import GUEST, WARM_UP, EngineSettings
 from executor.guest.gate_client import EngineLoad
 from executor.guest.plugin import GuestPlugin
-from executor.kv.shrink_plan import Rollout
+from executor.kv.shrink_plan import Rollout, blocks_in
 from executor.vllm import surfaces
 from executor.vllm.compat import (
     SampledSurface,
@@ -27,7 +27,7 @@ from executor.vllm.compat import (
     ended_requests,
     waiting_requests,
 )
-from executor.vllm.kv_backing import blocks_of, kv_pages
+from executor.vllm.kv_backing import kv_groups, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.probes import check_addresses
 from executor.vllm.rank_worker import carry
@@ -77,7 +77,9 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
         pages, granules = kv_pages(self.vllm_config, self.kv_cache_config, settings.kv_backend)
         check_addresses(self.vllm_config, self.kv_cache_config, pages)
         pool = BalloonedPool(self.kv_cache_manager.block_pool, granules, pages)
-        self.attach(settings, pool, self.block_size)
+        self._groups = kv_groups(self.vllm_config, self.kv_cache_config)
+        block_tokens = min((group.block_tokens for group in self._groups), default=self.block_size)
+        self.attach(settings, pool, block_tokens)
 
     def schedule(self, *args: object, **kwargs: object) -> StepSurface:
         """Schedule one step within the gate's grant and return it; the step may be empty."""
@@ -121,8 +123,7 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
         return [(request.request_id, request.num_tokens) for request in waiting_requests(self)]
 
     def _blocks_for(self, tokens: int) -> int:
-        ahead = tokens + self.num_lookahead_tokens
-        return blocks_of(self.kv_cache_config, self.vllm_config, ahead)
+        return blocks_in(self._groups, tokens + self.num_lookahead_tokens)
 
     def _hand_back(self, request_ids: Collection[str]) -> None:
         ended = self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)

@@ -28,9 +28,9 @@ from executor.host.kv_lender import (
 )
 from executor.kv.backing import PageBackend
 from executor.kv.lending import KvFree, LendingLimits
-from executor.kv.shrink_plan import Granules, plan_growth
+from executor.kv.shrink_plan import Granules, KvGroup, blocks_in, plan_growth
 from executor.vllm.compat import BlockPoolSurface, BlockSurface, RequestSurface, check_version
-from executor.vllm.kv_backing import kv_pages
+from executor.vllm.kv_backing import kv_groups, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool, Block, GranuleQueue
 from executor.vllm.probes import check_addresses
 from executor.vllm.surfaces import LENDING
@@ -166,12 +166,12 @@ class SkipPolicy:
     The clock is passed in. A hold lasts HOLD_NS at most, from its first step on.
     """
 
-    def __init__(self, block_tokens: int, lookahead_tokens: int, step_tokens: int) -> None:
+    def __init__(self, groups: Sequence[KvGroup], lookahead_tokens: int, step_tokens: int) -> None:
         """Begin with nothing held.
 
-        step_tokens: the most tokens of one step.
+        groups: layers that share a block table. step_tokens: the most tokens of one step.
         """
-        self._block_tokens = block_tokens
+        self._groups = groups
         self._lookahead = lookahead_tokens
         self._step_tokens = step_tokens
         self._since_ns: int | None = None
@@ -210,16 +210,19 @@ class SkipPolicy:
 
     def _most(self, running: int) -> int:
         """Return the most blocks that this many requests can need in one step."""
-        each = 1 + -(-self._lookahead // self._block_tokens)
-        return running * each + self._step_tokens // self._block_tokens
+        return sum(
+            running * (1 + -(-self._lookahead // group.block_tokens))
+            + self._step_tokens // group.block_tokens
+            for group in self._groups
+        )
 
     def _needs(self, request: RequestSurface) -> tuple[int, int]:
         """Return the new blocks that a request needs for its next step, and for all its tokens."""
         computed = request.num_computed_tokens
         tokens = request.num_tokens_with_spec + request.num_output_placeholders - computed
-        has = -(-computed // self._block_tokens)
+        has = blocks_in(self._groups, computed)
         step, whole = (
-            -(-(computed + count + self._lookahead) // self._block_tokens) - has
+            blocks_in(self._groups, computed + count + self._lookahead) - has
             for count in (min(tokens, self._step_tokens), tokens)
         )
         return max(0, step), max(0, whole)
@@ -241,10 +244,8 @@ def lender_of(
     check_lendable(pages, granules, IN_REACH)
     check_addresses(scheduler.vllm_config, scheduler.kv_cache_config, pages)
     stock = scheduler.kv_cache_manager.block_pool
-    block_tokens: int = scheduler.block_size
+    groups = kv_groups(scheduler.vllm_config, scheduler.kv_cache_config)
     if pages.always_restores:
-        return HostLender(HostMemoryLendingPool(stock, granules, pages), limits, block_tokens)
-    hold = SkipPolicy(
-        block_tokens, scheduler.num_lookahead_tokens, scheduler.max_num_scheduled_tokens
-    )
-    return HostLender(CudaLendingPool(stock, granules, pages), limits, block_tokens, hold)
+        return HostLender(HostMemoryLendingPool(stock, granules, pages), limits, groups)
+    hold = SkipPolicy(groups, scheduler.num_lookahead_tokens, scheduler.max_num_scheduled_tokens)
+    return HostLender(CudaLendingPool(stock, granules, pages), limits, groups, hold)

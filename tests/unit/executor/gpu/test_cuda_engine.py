@@ -1,7 +1,6 @@
 """An engine's KV cache on a GPU: found or refused in one line, shrunk and grown under its grant."""
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from executor.guest.kv_balloon import GROWTH_RETRY_NS, GuestKv
 from executor.kv.backing import Extent, NoPages
 from executor.vllm.kv_backing import (
     block_outermost_first,
-    blocks_of,
     check_views,
     kv_layout,
     kv_pages,
@@ -168,32 +166,6 @@ def test_a_host_starts_on_vllms_own_memory_where_none_can_be_reserved(
     assert f"serves on without lending it: no {lacking}" in caplog.text
 
 
-def test_layers_of_two_page_sizes_are_not_taken_for_one_size() -> None:
-    config = kv_config(BLOCKS, WIDE)
-    page = WIDE.page_size_bytes
-    layers = {
-        name: torch.zeros((BLOCKS, size), dtype=torch.int8)
-        for name, size in (("layers.0", page), ("layers.1", page // 2))
-    }
-    assert kv_layout(engine_of(layers), config) is None
-    with pytest.raises(ExecutorError, match="layers of one page size"):
-        kv_pages(engine_of(layers), config, "madvise")
-
-
-def test_a_turn_needs_blocks_of_every_group() -> None:
-    """A window of 64 tokens and a state need no more blocks than they ever hold."""
-
-    def group(most: int) -> SimpleNamespace:
-        spec = SimpleNamespace(
-            block_size=16, page_size_bytes=100, max_memory_usage_bytes=lambda _limits: 100 * most
-        )
-        return SimpleNamespace(kv_cache_spec=spec)
-
-    config = SimpleNamespace(kv_cache_groups=[group(1024), group(5), group(1)])
-    needed = {1: 3, 17: 5, 16 * 1000: 1006}
-    assert {tokens: blocks_of(config, None, tokens) for tokens in needed} == needed
-
-
 def test_vllms_own_allocation_is_replaced_and_no_other(rows: None) -> None:
     config = kv_config(BLOCKS, WIDE, on_gpu=True)
     ours = torch.zeros(size_of(config), dtype=torch.int8)
@@ -208,7 +180,7 @@ def test_vllms_own_allocation_is_replaced_and_no_other(rows: None) -> None:
         layout = kv_layout(engine_of(caches), config)
         assert layout is not None
         page = WIDE.page_size_bytes
-        expected = [Extent(ours.data_ptr() + layer * page, 2 * page, page) for layer in range(2)]
+        expected = [Extent(ours.data_ptr(), 2 * page, 2 * page)]
         assert list(layout.extents) == expected, "a block's layers are neighbours"
         for number, cache in enumerate(caches.values()):
             cache.fill_(number)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor.kv.shrink_plan import KvGroup
 from executor.vllm.compat import RequestSurface
 from executor.vllm.host.kv_lender import HOLD_NS, SkipPolicy
 
@@ -30,7 +31,7 @@ DECODING = ((17, 16), (20, 19), (33, 32))
 
 
 def test_the_last_that_lack_a_block_skip_and_the_others_go_on() -> None:
-    hold = SkipPolicy(BLOCK, 0, STEP_TOKENS)
+    hold = SkipPolicy([KvGroup(BLOCK)], 0, STEP_TOKENS)
     assert hold.choose(0, running(*DECODING), 2, lent=3) == frozenset()
     assert hold.choose(0, running(*DECODING), 1, lent=3) == {"r2"}
     assert hold.choose(0, running(*DECODING), 0, lent=3) == {"r0", "r2"}
@@ -38,13 +39,13 @@ def test_the_last_that_lack_a_block_skip_and_the_others_go_on() -> None:
 
 
 def test_a_host_that_lent_nothing_schedules_as_vllm_does() -> None:
-    hold = SkipPolicy(BLOCK, 0, STEP_TOKENS)
+    hold = SkipPolicy([KvGroup(BLOCK)], 0, STEP_TOKENS)
     assert hold.choose(0, running(*DECODING), 0, lent=0) == frozenset()
     assert hold.short_blocks == 0
 
 
 def test_nobody_skips_for_longer_than_the_bound_whatever_comes_back_meanwhile() -> None:
-    hold, requests = SkipPolicy(BLOCK, 0, STEP_TOKENS), running(*DECODING)
+    hold, requests = SkipPolicy([KvGroup(BLOCK)], 0, STEP_TOKENS), running(*DECODING)
     assert hold.choose(0, requests, 0, lent=3)
     assert hold.choose(HOLD_NS - 1, requests, 0, lent=3)
     assert not hold.choose(HOLD_NS, requests, 0, lent=3)
@@ -55,7 +56,12 @@ def test_nobody_skips_for_longer_than_the_bound_whatever_comes_back_meanwhile() 
 
 
 def test_a_guest_that_gives_back_in_crumbs_stretches_no_hold() -> None:
-    hold, requests, lent, held_ns = SkipPolicy(BLOCK, 0, STEP_TOKENS), running(*DECODING), 200, 0
+    hold, requests, lent, held_ns = (
+        SkipPolicy([KvGroup(BLOCK)], 0, STEP_TOKENS),
+        running(*DECODING),
+        200,
+        0,
+    )
     for now_ns in range(0, 50 * HOLD_NS, HOLD_NS // 50):
         lent -= now_ns % (HOLD_NS - HOLD_NS // 50) == 0
         if not hold.choose(now_ns, requests, 0, lent):
@@ -65,13 +71,13 @@ def test_a_guest_that_gives_back_in_crumbs_stretches_no_hold() -> None:
 
 
 def test_what_a_chunked_prompt_still_needs_is_asked_for_as_a_whole() -> None:
-    hold = SkipPolicy(BLOCK, 0, STEP_TOKENS)
+    hold = SkipPolicy([KvGroup(BLOCK)], 0, STEP_TOKENS)
     assert hold.choose(0, running((400, 64)), 0, lent=9) == {"r0"}
     assert hold.short_blocks == (400 - 64) // BLOCK
 
 
 def test_drafted_tokens_have_room() -> None:
-    hold = SkipPolicy(BLOCK, 3, STEP_TOKENS)
+    hold = SkipPolicy([KvGroup(BLOCK)], 3, STEP_TOKENS)
     assert hold.choose(0, running((15, 14)), 0, lent=1) == {"r0"}
 
 
@@ -84,7 +90,7 @@ def test_who_is_left_has_its_blocks(
     drawn: list[tuple[int, int]], free: int, lookahead: int
 ) -> None:
     requests = running(*((computed + more, computed) for more, computed in drawn))
-    held = SkipPolicy(BLOCK, lookahead, STEP_TOKENS).choose(0, requests, free, lent=1)
+    held = SkipPolicy([KvGroup(BLOCK)], lookahead, STEP_TOKENS).choose(0, requests, free, lent=1)
     budget, needed = STEP_TOKENS, 0
     for request in requests:
         if request.request_id in held:
