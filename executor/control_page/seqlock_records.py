@@ -251,7 +251,10 @@ class GuestState(PageRecord):
 
 @record(text_bytes=REQUEST_ID_BYTES)
 class LatencyRecord(PageRecord):
-    """Latencies of one finished request of the host; `tpot_ns` is 0 with fewer than two tokens."""
+    """Latencies of one finished request of the host.
+
+    `tpot_ns` is 0 with fewer than two tokens, `ttft_ns` if another host computed the prompt.
+    """
 
     finished_ns: int
     ttft_ns: int

@@ -113,6 +113,7 @@ class FinishedSurface(Protocol):
     """Type of vllm.v1.metrics.stats.FinishedRequestStats; times in seconds."""
 
     request_id: str | None
+    finish_reason: object
     e2e_latency: float
     decode_time: float
     mean_time_per_output_token: float
@@ -194,6 +195,14 @@ def client_request_id(engine_request_id: str) -> str:
     if match := _CHAT.fullmatch(engine_request_id):
         return match["id"]
     return engine_request_id
+
+
+def decodes_only(config: Any) -> bool:  # noqa: ANN401 -- vLLM's VllmConfig
+    """Return True if other hosts compute the prompts, and this one takes over their KV.
+
+    Its requests have no TTFT here: only TPOT is this host's.
+    """
+    return getattr(config.kv_transfer_config, "kv_role", None) == "kv_consumer"
 
 
 def own_devices(ranks: int) -> tuple[str, ...]:

@@ -37,8 +37,10 @@ HOST: Final = (
     "(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
     "v1.metrics.loggers:StatLoggerBase.__init__(vllm_config, engine_index)",
     "v1.metrics.stats:IterationStats[finished_requests]",
-    "v1.metrics.stats:FinishedRequestStats[request_id, e2e_latency, decode_time,"
-    " mean_time_per_output_token, num_prompt_tokens, num_generation_tokens]",
+    "v1.metrics.stats:FinishedRequestStats[request_id, finish_reason, e2e_latency,"
+    " decode_time, mean_time_per_output_token, num_prompt_tokens, num_generation_tokens]",
+    "v1.engine:FinishReason[STOP]",
+    "config.kv_transfer:KVTransferConfig[kv_role]",
 )
 """Names that a host's state and latencies use."""
 

@@ -183,7 +183,8 @@ class Host:
             self._missed += 1
         self._prompt_tokens += record.prompt_tokens
         self._output_tokens += record.output_tokens
-        self._ttft.observe(ttft_s)
+        if record.ttft_ns:
+            self._ttft.observe(ttft_s)
         if record.tpot_ns:
             self._tpot.observe(tpot_s)
 
@@ -384,7 +385,7 @@ class HostWatch:
         """
         since_ns = time.monotonic_ns() - int(WINDOW_S * _NS)
         recent = [record for record in tuple(self._window) if record.finished_ns >= since_ns]
-        ttft = [record.ttft_ns / _NS for record in recent] or [0.0]
+        ttft = [record.ttft_ns / _NS for record in recent if record.ttft_ns] or [0.0]
         tpot = [record.tpot_ns / _NS for record in recent if record.tpot_ns] or [0.0]
         both = [[percentile(each, share) for share in QUANTILES] for each in (ttft, tpot)]
         return _latencies(len(recent), *both)
@@ -394,7 +395,7 @@ def _as_json(record: LatencyRecord) -> dict[str, object]:
     return {
         "request_id": record.request_id,
         "finished_s": record.finished_ns / _NS,
-        "ttft_s": record.ttft_ns / _NS,
+        "ttft_s": record.ttft_ns / _NS if record.ttft_ns else None,
         "tpot_s": record.tpot_ns / _NS if record.tpot_ns else None,
         "e2e_s": record.e2e_ns / _NS,
         "prompt_tokens": record.prompt_tokens,

@@ -52,6 +52,7 @@ _SSM = {"mamba_n_groups": 1, "mamba_d_state": 16}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "llama-tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama-draft": ("LlamaConfig", {"num_hidden_layers": 1, "num_key_value_heads": 1}),
     "qwen2.5": ("Qwen2Config", {"head_dim": None}),
     "qwen3": ("Qwen3Config", {}),
     "mistral": ("MistralConfig", {"sliding_window": None}),
@@ -59,7 +60,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiConfig", {"head_dim": None, "num_key_value_heads": 4}),
     "phi3": ("Phi3Config", {"head_dim": None, "original_max_position_embeddings": 512}),
     "gemma2": ("Gemma2Config", {**_SLIDING, "query_pre_attn_scalar": 32}),
-    "gemma3": ("Gemma3TextConfig", {**_SLIDING, "query_pre_attn_scalar": 32}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**_SLIDING, "query_pre_attn_scalar": 32, "num_hidden_layers": 6},
+    ),
     "gemma4": ("Gemma4TextConfig", {**_SLIDING, "num_hidden_layers": 4}),
     "olmo3": ("Olmo3Config", {**_SLIDING, "head_dim": None, "num_hidden_layers": 4}),
     "qwen3-moe": ("Qwen3MoeConfig", {**_EXPERTS, "num_experts": 8}),

@@ -20,11 +20,12 @@ from executor.vllm.compat import (
     RequestSurface,
     StepSurface,
     check_version,
+    decodes_only,
     own_devices,
 )
 from executor.vllm.host.kv_lender import lender_of
 from executor.vllm.host.plugin import engine_core_of
-from executor.vllm.host.state_publisher import HostStatePublisher
+from executor.vllm.host.state_publisher import DecodeStatePublisher, HostStatePublisher
 from executor.vllm.rank_worker import carry
 from executor.vllm.scheduler_base import ConfiguredScheduler
 from executor.vllm.surfaces import HOST
@@ -39,7 +40,7 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
 
     # vLLM shows the lines of its own loggers' children.
     log = logging.getLogger("vllm.rose.host")
-    publisher = HostStatePublisher
+    publisher: type[HostStatePublisher] = HostStatePublisher
     running: list[Any]
     _pause_state: PauseState
 
@@ -57,6 +58,8 @@ class ObservedScheduler(HostPlugin[HostStatePublisher], ConfiguredScheduler):
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
+        if decodes_only(self.vllm_config):
+            self.publisher = DecodeStatePublisher
         self.attach()
 
     def schedule(self, *args: object, **kwargs: object) -> object:

@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from typing import Any, ClassVar
 
+from executor.control_page.host_seat import HostSeat
 from executor.host.state_publisher import StatePublisher
 from executor.vllm.compat import RequestSurface, SchedulerSurface, StepSurface
 
@@ -14,6 +16,8 @@ class HostStatePublisher(StatePublisher):
     """
 
     wall_s: Callable[[], float] = staticmethod(time.time)
+    prefills: ClassVar[bool] = True
+    """False for a host whose prompts other hosts compute."""
     _scheduler: SchedulerSurface
 
     def arrived(self, request: RequestSurface) -> None:
@@ -22,7 +26,8 @@ class HostStatePublisher(StatePublisher):
         # vLLM stamps arrivals with the wall clock; a jump of it must not move a deadline forward.
         age_ns = max(0, round((self.wall_s() - request.arrival_time) * 1e9))
         arrived_ns, prompt_tokens = now_ns - age_ns, request.num_prompt_tokens
-        self._deadlines.arrived(request.request_id, arrived_ns, prompt_tokens)
+        queued = prompt_tokens if self.prefills else 0
+        self._deadlines.arrived(request.request_id, arrived_ns, queued)
         self._arrives(now_ns, arrived_ns, prompt_tokens)
 
     def scheduled(self, output: StepSurface, began_ns: int) -> None:
@@ -63,6 +68,22 @@ class HostStatePublisher(StatePublisher):
         lender = self._lender()
         away = 0 if lender is None else lender.blocks_away
         return running, waiting, used, counted + away
+
+
+class DecodeStatePublisher(HostStatePublisher):
+    """Publisher of a host whose prompts other hosts compute: it has TPOT deadlines alone."""
+
+    prefills = False
+
+    def __init__(
+        self,
+        scheduler: SchedulerSurface,
+        seat: HostSeat,
+        targets_s: tuple[float, float],
+        **more: Any,  # noqa: ANN401 -- as the base has it
+    ) -> None:
+        """Create the publisher as its base does, without a TTFT target."""
+        super().__init__(scheduler, seat, (0.0, targets_s[1]), **more)
 
 
 def _has_token(request: RequestSurface | None) -> bool:

@@ -45,6 +45,8 @@ from tests.harness.seated_host import SeatedHost
 
 VOCABULARY = 96
 Views = dict[str, torch.Tensor]
+Configure = Callable[[VllmConfig], None]
+"""Change of vLLM's configuration before its scheduler is made."""
 BLOCK_TOKENS = 16
 # K and V of 16 tokens, 32 heads of 128 in fp32: half a MiB, so that a granule is one block …
 WIDE = FullAttentionSpec(
@@ -411,6 +413,7 @@ def host_rig(
     spec: FullAttentionSpec = WIDE,
     depth: int = 1,
     caching: bool = True,
+    configure: Configure = lambda _: None,
 ) -> HostRig:
     """A host over `buffers`; level "stock" is vLLM's own scheduler."""
     page = ControlPage.ensure(folder / "page")
@@ -418,14 +421,23 @@ def host_rig(
     for name, value in environ.items():
         monkeypatch.setitem(os.environ, name, value)
     kind = AsyncScheduler if level == "stock" else ObservedScheduler
-    scheduler, views, memory = _scheduler(kind, folder, blocks, spec, depth, caching=caching)
+    scheduler, views, memory = _scheduler(
+        kind, folder, blocks, spec, depth, caching=caching, configure=configure
+    )
     rig = HostRig(scheduler, StandInRunner(views), page, memory, depth)
     rig.hasher = get_request_block_hasher(BLOCK_TOKENS, sha256) if caching else None
     return rig
 
 
 def _scheduler(
-    kind: Any, folder: Path, blocks: int, spec: FullAttentionSpec, depth: int, *, caching: bool
+    kind: Any,
+    folder: Path,
+    blocks: int,
+    spec: FullAttentionSpec,
+    depth: int,
+    *,
+    caching: bool,
+    configure: Configure = lambda _: None,
 ) -> tuple[Any, Views, list[torch.Tensor]]:
     kv = kv_config(blocks, spec)
     memory: list[torch.Tensor] = []
@@ -435,7 +447,8 @@ def _scheduler(
         return memory[-1]
 
     views = kv_views(kv, allocate)
-    return make_scheduler(kind, folder, kv, views, depth, caching=caching), views, memory
+    scheduler = make_scheduler(kind, folder, kv, views, depth, caching=caching, configure=configure)
+    return scheduler, views, memory
 
 
 def make_scheduler(
@@ -446,12 +459,14 @@ def make_scheduler(
     depth: int,
     *,
     caching: bool,
+    configure: Configure = lambda _: None,
 ) -> Any:
     """`caches`: the KV tensor of each layer."""
     init_none_hash(sha256)
     model = save_config(folder / "model")
     config = vllm_config(model, asynchronous=depth > 1, caching=caching)
     config.cache_config.num_gpu_blocks = kv.num_blocks
+    configure(config)
     layers = config.compilation_config.static_forward_context
     layers.update({name: SimpleNamespace(kv_cache=cache) for name, cache in caches.items()})
     return kind(

@@ -1,0 +1,288 @@
+"""Program: lends and takes back KV memory of a real vLLM engine of each named family.
+
+`python -m tests.engine.family_kv FOLDER NAME…` writes FOLDER/NAME.kv.json, see `KvOutcome`. An
+engine starts in a process forked from this one, which has imported vLLM once.
+"""
+
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from executor import ControlPage, Grant, GrantMode
+from tests.engine.family_updates import ENVIRONMENT, UNIPROC
+from tests.engine.tiny_families import make_family
+from tests.harness.seated_host import SeatedHost
+
+KV_BYTES = 24 << 20
+VOCABULARY = 400
+TOKENS = 24
+GUEST, HOST = (
+    "executor.vllm.guest.scheduler.GatedScheduler",
+    ("executor.vllm.host.scheduler.ObservedScheduler"),
+)
+DRAFT = "llama+draft"
+"""A target with a draft model beside it; a guest has none."""
+
+
+@dataclass
+class KvOutcome:
+    """Result of a family's engines. guest, host: "works" or the line that refused.
+
+    guest_bytes, host_bytes: most measured to be given back and lent, of `kv_bytes`. lost: blocks
+    with content that lost some of it when others were released. groups: the groups of layers.
+    """
+
+    family: str
+    guest: str = ""
+    host: str = ""
+    guest_bytes: int = 0
+    host_bytes: int = 0
+    kv_bytes: int = 0
+    lost: int = 0
+    groups: int = 0
+
+
+class Engine:
+    """A vLLM engine in this process with the scheduler of a guest or of a host."""
+
+    def __init__(self, model: Path, family: str, role: str, page: Path) -> None:
+        from vllm import LLM
+
+        os.environ.update(ROSE_ROLE="none", ROSE_CONTROL_PAGE=str(page), ROSE_ORPHAN_S="3600")
+        os.environ.update(ROSE_HOST_RESERVE="0.1", ROSE_HOST_PREFIX_COLD_S="0.01")
+        self.page = ControlPage.create(page)
+        self.pooling = family == "reward"
+        more: dict[str, Any] = {}
+        if role == GUEST:
+            self.host = SeatedHost(self.page)
+            os.environ["ROSE_ROLE"] = "guest"
+            self.allow(0)
+        if family == DRAFT:
+            draft = make_family("llama-draft", model.parent / "draft")
+            speculation = {"method": "draft_model", "num_speculative_tokens": 3}
+            more["speculative_config"] = speculation | {"model": str(draft)}
+        self.llm: Any = LLM(
+            model=str(model),
+            skip_tokenizer_init=not self.pooling,
+            enforce_eager=True,
+            dtype="float32",
+            kv_cache_memory_bytes=KV_BYTES,
+            max_model_len=384,
+            max_num_seqs=8,
+            max_num_batched_tokens=512,
+            block_size=32,
+            distributed_executor_backend=UNIPROC,
+            scheduler_cls=role,
+            runner="pooling" if self.pooling else "generate",
+            seed=0,
+            **more,
+        )
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.core, self.scheduler = core, core.scheduler
+        self.lost = 0
+
+    def allow(self, cap: int) -> None:
+        now_ns = time.monotonic_ns()
+        self.host.tell()
+        live = {"heartbeat_ns": now_ns, "expiry_ns": now_ns + 4 * 10**9}
+        self.page.grant.write(Grant(GrantMode.RUN, 512, 8, kv_granule_cap=cap, **live))
+
+    def lend(self) -> None:
+        # A host lends from its start on, when no block has content.
+        self.llm.reset_prefix_cache()
+        os.environ.update(ROSE_ROLE="host", ROSE_HOST_LEVEL="lend")
+        self.scheduler.attach()
+
+    def answers(self, before_step: Callable[[int], None] = lambda _: None) -> list[Any]:
+        """Answers of two waves of requests; a request that is handed back goes on at once."""
+        rng = random.Random(1)
+        shared = [rng.randrange(VOCABULARY) for _ in range(100)]
+        prompts = [
+            shared[: rng.choice([0, 64, 100])]
+            + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(20, 200))]
+            for _ in range(24)
+        ]
+        found = {}
+        for wave in (prompts[:8], prompts[8:]):
+            found |= self.wave(dict(enumerate(wave, len(found))), before_step)
+            self.idle()
+        return [found[number] for number in range(len(prompts))]
+
+    def wave(
+        self, prompts: dict[int, list[int]], before_step: Callable[[int], None], steps: int = 4000
+    ) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        tokens: dict[int, list[int]] = {number: [] for number in prompts}
+        for number, prompt in prompts.items():
+            self.add(number, prompt, TOKENS)
+        for step in range(steps):
+            before_step(step)
+            for output in self.llm.llm_engine.step():
+                number = int(output.request_id.partition(".")[0])
+                if self.pooling:
+                    found[number] = output.outputs.data.tolist()
+                elif output.finished:
+                    tokens[number] += output.outputs[0].token_ids
+                    if output.outputs[0].finish_reason == "length":
+                        found[number] = tokens[number]
+                    else:
+                        left = TOKENS - len(tokens[number])
+                        self.add(number, prompts[number] + tokens[number], left, f".{step}")
+            if len(found) == len(prompts):
+                return found
+        raise AssertionError(f"{len(found)} of {len(prompts)} answers after {steps} steps")
+
+    def add(self, number: int, prompt: list[int], tokens: int, suffix: str = "") -> None:
+        from vllm import PoolingParams, SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        sampling.detokenize = False
+        parameters = PoolingParams(task="classify") if self.pooling else sampling
+        request = {"prompt_token_ids": prompt}
+        self.llm.llm_engine.add_request(f"{number}{suffix}", request, parameters)
+
+    def idle(self) -> None:
+        """Turn the core's idle loop until it has nothing to do, at least for a moment."""
+        for _ in range(400):
+            if not self.scheduler.has_requests():
+                return
+            self.core.step()
+
+    def watch(self, pages: Any, granules: Any) -> None:
+        """Count blocks with content that change when others are released."""
+        config = self.scheduler.kv_cache_config
+        layers = self.scheduler.vllm_config.compilation_config.static_forward_context
+        names = [name for group in config.kv_cache_groups for name in group.layer_names]
+        release, pool = pages.release, self.scheduler.kv_cache_manager.block_pool
+
+        def bytes_of(blocks: list[int]) -> Iterable[Any]:
+            import torch
+
+            for name in names:
+                cache = layers[name].kv_cache
+                for tensor in cache if isinstance(cache, tuple) else (cache,):
+                    rows = tensor.unflatten(0, (config.num_blocks, -1))[blocks]
+                    yield rows.contiguous().view(torch.uint8).clone()
+
+        def watched(released: Any) -> None:
+            import torch
+
+            blocks = [
+                block.block_id
+                for block in pool.blocks
+                if (block.ref_cnt or block.block_hash)
+                and granules.of(block.block_id) not in released
+            ]
+            before = list(bytes_of(blocks))
+            release(released)
+            after = bytes_of(blocks)
+            self.lost += sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+        pages.release = watched
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def as_guest(model: Path, family: str, page: Path, stock: list[Any], result: KvOutcome) -> str:
+    engine = Engine(model, family, GUEST, page)
+    kv = engine.scheduler._kv
+    pool, rng, cap = kv._pool, random.Random(2), 0
+    result.groups = len(engine.scheduler.kv_cache_config.kv_cache_groups)
+    result.kv_bytes = pool.pages.bytes_total
+    engine.watch(pool.pages, pool.granules)
+
+    def change(step: int) -> None:
+        nonlocal cap
+        if step % 6 == 0:
+            cap = rng.choice([0, 1, 1, 2, 3, pool.granules.count // 2])
+        engine.allow(cap)
+        result.guest_bytes = max(result.guest_bytes, pool.pages.bytes_returned)
+
+    answers = engine.answers(change)
+    result.lost += engine.lost
+    if answers != stock:
+        return f"{sum(a != b for a, b in zip(answers, stock, strict=True))} answers differ"
+    engine.close()
+    return "works" if result.guest_bytes else "computes; gives no KV memory back"
+
+
+def as_host(model: Path, family: str, page: Path, result: KvOutcome) -> tuple[str, list[Any]]:
+    """Return how it went, and the answers of the same engine before it was a host."""
+    engine = Engine(model, family, HOST, page)
+    stock = engine.answers()
+    engine.lend()
+    lender = engine.scheduler.lender
+    if lender is None:
+        return "serves, lends no KV memory", stock
+    engine.watch(lender.pool.pages, lender.pool.granules)
+
+    def note(_: int) -> None:
+        result.host_bytes = max(result.host_bytes, lender.lent.bytes_lent)
+
+    for _ in range(2):
+        time.sleep(0.02)
+        engine.idle()
+        note(0)
+        answers = engine.answers(note)
+        result.lost += engine.lost
+        if answers != stock:
+            differ = sum(a != b for a, b in zip(answers, stock, strict=True))
+            return f"{differ} answers differ", stock
+    engine.close()
+    return "works" if result.host_bytes else "lends nothing", stock
+
+
+def outcome(family: str, folder: Path) -> KvOutcome:
+    result = KvOutcome(family)
+    model = make_family("llama" if family == DRAFT else family, folder / "model")
+    result.host, stock = as_host(model, family, folder / "host-page", result)
+    try:
+        result.guest = as_guest(model, family, folder / "guest-page", stock, result)
+    except Exception as error:
+        result.guest = str(error).splitlines()[0]
+    return result
+
+
+def main(folder: Path, families: list[str]) -> None:
+    os.environ.update(ENVIRONMENT, VLLM_PLUGINS="")
+    import torch
+    import vllm
+    from vllm.model_executor.models import registry
+
+    torch.set_num_threads(1)
+    # Forked processes inspect models themselves rather than start a Python for it.
+    registry._run_in_subprocess = lambda run: run()
+    assert vllm.LLM
+    for family in families:
+        child = os.fork()
+        if not child:
+            work = folder / family
+            shutil.rmtree(work, ignore_errors=True)
+            work.mkdir(parents=True)
+            try:
+                result = outcome(family, work)
+            except BaseException as error:
+                import traceback
+
+                traceback.print_exc()
+                text = str(error).splitlines() or [""]
+                result = KvOutcome(family, host=f"{type(error).__name__}: {text[0]}")
+            shutil.rmtree(work)
+            (folder / f"{family}.kv.json").write_text(json.dumps(asdict(result)))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            ended = KvOutcome(family, host=f"its process ended with {status}")
+            (folder / f"{family}.kv.json").write_text(json.dumps(asdict(ended)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
