@@ -238,6 +238,7 @@ def _replica_row(replica: ReplicaRow) -> tuple[Said, ...]:
     whys = [lease.why if lease else ""]
     if engine:
         whys = [engine.why, engine.late and f"not at the newest weights: {engine.late}", *whys]
+        whys += [engine.kv_kept and f"gives no KV memory back: {engine.kv_kept}"]
     return (
         replica.name,
         replica.kind,

@@ -180,6 +180,7 @@ class Capability(StrEnum):
     LEND_RANKS = "a host of several ranks lends"
     RETURN_HOST_MEMORY = "a guest gives back KV memory of the machine"
     RETURN_GPU = "a guest gives back KV memory of a GPU"
+    RETURN_GROUPS = "a guest gives back KV memory of sliding windows and states"
     POOLING = "a replica serves a model that is not generative"
     SEED = "a turn that names a seed is repeated by it"
     WHITESPACE = "structured outputs have a turn's own rule for whitespace"
@@ -197,6 +198,7 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
                 Capability.LEND_GPU: "ROSE does not reserve its memory on a GPU",
                 Capability.LEND_RANKS: "the ranks' prefix caches have to forget the same",
                 Capability.RETURN_GPU: "ROSE does not reserve its memory on a GPU",
+                Capability.RETURN_GROUPS: "ROSE does not shrink its pools of windows and states",
                 Capability.POOLING: "its replica serves turns only",
                 Capability.SEED: "it takes seeds with --enable-deterministic-inference only",
                 Capability.WHITESPACE: "it has one rule for all of them",

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from executor import PressureLimits, PressurePolicy
 from rose.addresses import checked_url, host_port, is_loopback
 from rose.engines import Device, EngineKind, EngineRole, EngineSpec, check_profile, weight_bytes
+from rose.engines.kept_kv import kept_kv
 from rose.engines.launch import check_replica_args
 from rose.engines.spec import Capability, lacking
 from rose.errors import ConfigError
@@ -341,6 +342,11 @@ class ReplicaConfig(OnGpus):
     @property
     def pressure(self) -> PressureLimits:
         return PressureLimits(self.pressure_policy, self.kv_high_watermark, self.kv_low_watermark)
+
+    def kept_kv(self, model_dir: Path) -> str | None:
+        """Return the reason why KV memory of a guest with this model stays until it ends, if so."""
+        device = Device.CUDA if self.gpus else Device.CPU
+        return kept_kv(self.engine, device, self.kv_backend, model_dir)
 
     def engine_spec(
         self,

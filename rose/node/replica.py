@@ -156,10 +156,19 @@ class Replica:
             other = False
         self.updates.serve(lease.job, lease.version, other_model=other)
 
+    @property
+    def kv_kept(self) -> str:
+        """Reason why a guest's KV memory stays until it ends, "" if it can give it back."""
+        if self.config.kind != "guest":
+            return ""
+        return self.config.kept_kv(self.config.folders[self.model]) or ""
+
     def start(self, background: Background) -> None:
         """Start the background tasks that run the engine, the lease agent, weight updates and,
         unless the replica is a guest, the poll of the engine's state.
         """
+        if self.kv_kept:
+            self._log("kv_kept", message=self.kv_kept)
         # A second supervisor would start another engine beside one that still runs.
         background.start(self._task("supervisor"), self.supervisor.run, restarts=0)
         background.start(self._task("lease"), self.lease_agent.run)
@@ -638,6 +647,7 @@ def _guest(replica: Replica) -> rose_pb2.GuestTelemetry:
         held_bytes=replica.held_though_barred,
         late=replica.updates.late,
         ranks=replica.config.ranks,
+        kv_kept=replica.kv_kept,
     )
 
 

@@ -147,7 +147,8 @@ class Engine:
 
     reason: word of `FreezeReason` that says why it may or may not run; why: the same as a sentence.
     held_bytes: all memory that it holds, measured while it must not exist, else None. late: why it
-    has not the newest version of its job, as last tried; empty while it has.
+    has not the newest version of its job, as last tried; empty while it has. kv_kept: why its KV
+    memory stays until it ends; empty if it can give it back.
     """
 
     state: str
@@ -163,6 +164,7 @@ class Engine:
     lend_bytes: int | None
     held_bytes: int | None
     late: str = ""
+    kv_kept: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -480,6 +480,7 @@ class GuestTelemetry(_message.Message):
     KV_BYTES_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     LATE_FIELD_NUMBER: _builtins.int
+    KV_KEPT_FIELD_NUMBER: _builtins.int
     replica: _builtins.str
     mode: _builtins.str
     """of the grant: run, throttle, freeze, drain, kill; "none" for a replica without a gate"""
@@ -504,6 +505,8 @@ class GuestTelemetry(_message.Message):
     """that compute as one engine, each on a GPU of its own if it has any; 0 of older nodes"""
     late: _builtins.str
     """why it has not the newest version of its job, as last tried; empty while it has"""
+    kv_kept: _builtins.str
+    """of a guest: why its KV memory stays until it ends; empty if it can give it back"""
     def __init__(
         self,
         *,
@@ -522,10 +525,11 @@ class GuestTelemetry(_message.Message):
         kv_bytes: _builtins.int = ...,
         ranks: _builtins.int = ...,
         late: _builtins.str = ...,
+        kv_kept: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "held_bytes", b"held_bytes", "lend_bytes", b"lend_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "duty", b"duty", "held_bytes", b"held_bytes", "kv_bytes", b"kv_bytes", "late", b"late", "lend_bytes", b"lend_bytes", "mode", b"mode", "policy_version", b"policy_version", "ranks", b"ranks", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes", "_lend_bytes", b"_lend_bytes", "duty", b"duty", "held_bytes", b"held_bytes", "kv_bytes", b"kv_bytes", "kv_kept", b"kv_kept", "late", b"late", "lend_bytes", b"lend_bytes", "mode", b"mode", "policy_version", b"policy_version", "ranks", b"ranks", "reason", b"reason", "replica", b"replica", "restarts", b"restarts", "running", b"running", "state", b"state", "tokens_total", b"tokens_total", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__held_bytes: _TypeAlias = _typing.Literal["held_bytes"]  # noqa: Y015
     _WhichOneofArgType__held_bytes: _TypeAlias = _typing.Literal["_held_bytes", b"_held_bytes"]  # noqa: Y015

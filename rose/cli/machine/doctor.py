@@ -351,6 +351,8 @@ def node_checks(config: NodeConfig, gpus: Gpus) -> Iterator[Diagnosis]:
         headroom = host.headroom_bytes if host else 0
         runs = replica.id in running
         yield checked(replica.id, _replica, replica, headroom, runs, gpus)
+        if host is not None and not replica.gpus:
+            yield checked(f"{replica.id} gives back", _gives_back, replica)
     for python, extra_env, engine in _interpreters(config):
         yield checked("plugins", _plugins, python, extra_env, engine)
     if config.replicas:
@@ -614,9 +616,12 @@ def _mps(replica: ReplicaConfig) -> Diagnosis:
 
 
 def _gives_back(replica: ReplicaConfig) -> Diagnosis:
-    if replica.kv_backend != "cuda":
-        what = f"kv_backend is {replica.kv_backend}: it gives no KV memory of a GPU back"
-        return note(what, 'set "kv_backend": "cuda", which gates its start as well')
+    if (why := replica.kept_kv(replica.model_dir)) is not None:
+        cuda = 'set "kv_backend": "cuda", which gates its start as well'
+        do = cuda if why.startswith("kv_backend") else "its memory comes back when it ends"
+        return note(why, do)
+    if not replica.gpus:
+        return ok("KV pages of the machine")
     python = str(replica.engine_python or sys.executable)
     found = subprocess.run(  # noqa: S603 -- the operator's own interpreter
         [python, "-c", _LOOK_FOR_CUDA],
