@@ -229,6 +229,7 @@ def as_host(model: Path, family: str, page: Path, result: KvOutcome) -> tuple[st
     if lender is None:
         return "serves, lends no KV memory", stock
     engine.watch(lender.pool.pages, lender.pool.granules)
+    result.kv_bytes = lender.pool.pages.bytes_total
 
     def note(_: int) -> None:
         result.host_bytes = max(result.host_bytes, lender.lent.bytes_lent)

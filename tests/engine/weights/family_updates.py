@@ -54,13 +54,6 @@ class Outcome:
     missed: list[str] = field(default_factory=list)
     flipped: list[str] = field(default_factory=list)
 
-    def row(self) -> str:
-        """Return the family's row of docs/models.md."""
-        if self.refused:
-            refused = re.sub(r"\[rose:\w+\] ", "", self.refused)
-            return f"| {self.family} | refused at start | {refused} |"
-        return f"| {self.family} | works | equal to a fresh engine after {self.updates} updates |"
-
 
 class Replica:
     """A vLLM engine in this process, or with a process a rank, and its workers' weight methods."""

@@ -1,14 +1,18 @@
-"""Updates of every model family are proven, seen where they are stale, or refused at the start."""
+"""Every model family's KV memory is lent and given back, and its updates are proven, as
+docs/models.md says: works, or the line that refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from scripts.models_table import RUN, WORKS, kv_cells, results, weights_cell
+from tests.engine.family_kv import DRAFT
 from tests.engine.tiny_families import FAMILIES
-from tests.engine.weights.family_updates import Outcome
 
 pytestmark = pytest.mark.engine
 
@@ -23,48 +27,88 @@ MECHANISMS = {
 }
 """One family of each mechanism, updated by `make test`; `make nightly` updates all."""
 
-ALL = [*FAMILIES, "qwen3-moe@2", "deepseek-v3@2"]
+KV_MECHANISMS = {
+    "gemma3": "six groups: sliding windows, full attention",
+    "llama4": "chunked local attention",
+    "qwen3-next": "states of linear attention",
+    "falcon-h1": "states of Mamba-2 beside attention in each layer",
+    "deepseek-v3": "latent attention",
+    DRAFT: "layers of two page sizes",
+}
+"""One family of each kind of KV cache."""
+
+LONE = [family for family in FAMILIES if family != "llama-draft"]
+ALL = [*LONE, "qwen3-moe@2", "deepseek-v3@2"]
 """Families, and two of them on two ranks of tensor parallelism."""
 
-REFUSED = {"int8-channel": "does not compute with"}
-PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+
+def run(program: str, families: list[str], folder: Path) -> dict[str, dict[str, Any]]:
+    words = [sys.executable, "-m", f"tests.engine.{program}", str(folder), *families]
+    subprocess.run(words, check=True, capture_output=True, timeout=90 * len(families))
+    found = {path: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    RUN.mkdir(parents=True, exist_ok=True)
+    for path in found:
+        shutil.copy(path, RUN)
+    return {outcome["family"]: outcome for outcome in found.values()}
 
 
-def run(families: list[str], folder: Path) -> dict[str, Outcome]:
-    program = [sys.executable, "-m", "tests.engine.weights.family_updates", str(folder), *families]
-    subprocess.run(program, check=True, capture_output=True, timeout=90 * len(families))
-    read = ((folder / f"{family}.json").read_text() for family in families)
-    return {outcome.family: outcome for outcome in (Outcome(**json.loads(text)) for text in read)}
+Tried = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run(list(MECHANISMS), tmp_path_factory.mktemp("families"))
+def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
+    return run("family_updates", list(MECHANISMS), tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")
-def all_tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    return run(ALL, tmp_path_factory.mktemp("families"))
+def all_tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
+    return run("family_updates", ALL, tmp_path_factory.mktemp("families"))
 
 
-def insist(outcome: Outcome) -> None:
-    assert outcome.started
-    if outcome.family in REFUSED:
-        assert REFUSED[outcome.family] in outcome.refused
-        assert outcome.updates == 0
-        return
-    assert outcome == Outcome(outcome.family, started=True, updates=2, equal=True)
+@pytest.fixture(scope="module")
+def kv_tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
+    return run("family_kv", list(KV_MECHANISMS), tmp_path_factory.mktemp("kv"))
+
+
+@pytest.fixture(scope="module")
+def all_kv_tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
+    return run("family_kv", [*LONE, DRAFT], tmp_path_factory.mktemp("kv"))
+
+
+def insist(outcome: dict[str, Any]) -> None:
+    assert outcome["started"]
+    assert weights_cell(outcome) == results()["vLLM"][outcome["family"]]["weights"]
+
+
+def insist_kv(outcome: dict[str, Any]) -> None:
+    known, cells = results()["vLLM"][outcome["family"]], kv_cells(outcome)
+    assert cells == {part: known[part] for part in cells}
+    for part in ("guest", "host"):
+        if cells[part] == WORKS:
+            assert outcome[f"{part}_bytes"] > outcome["kv_bytes"] // 2, outcome
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", MECHANISMS)
-def test_a_mechanism_is_proven_or_refused(family: str, tried: dict[str, Outcome]) -> None:
+def test_a_mechanism_is_proven_or_refused(family: str, tried: Tried) -> None:
     insist(tried[family])
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", KV_MECHANISMS)
+def test_a_kind_of_kv_cache_is_lent_and_given_back(family: str, kv_tried: Tried) -> None:
+    insist_kv(kv_tried[family])
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", ALL)
-def test_a_family_is_proven_or_refused(family: str, all_tried: dict[str, Outcome]) -> None:
+def test_a_family_is_proven_or_refused(family: str, all_tried: Tried) -> None:
     insist(all_tried[family])
-    assert all_tried[family].row() in PAGE.read_text().splitlines()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("family", [*LONE, DRAFT])
+def test_a_familys_kv_memory_is_lent_and_given_back(family: str, all_kv_tried: Tried) -> None:
+    insist_kv(all_kv_tried[family])

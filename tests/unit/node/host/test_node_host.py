@@ -188,13 +188,14 @@ def test_requests_count_by_both_targets(tmp_path: Path) -> None:
     config = HostConfig(page=page.path, ttft_target_s=0.5, tpot_target_s=0.1)
     host = Host(config, page, log, page.take_guard())
     lane = page.take_lane()
-    for ttft_s, tpot_s in ((0.5, 0.1), (0.6, 0.01), (0.1, 0.2), (0.1, 0.0)):
+    # The last two: one token, and a prompt that another host computed.
+    for ttft_s, tpot_s in ((0.5, 0.1), (0.6, 0.01), (0.1, 0.2), (0.1, 0.0), (0.0, 0.1)):
         lane.append(LatencyRecord(0, int(ttft_s * 1e9), int(tpot_s * 1e9), 0, 7, 1, "r"))
     lane.close()
     host.look()
-    assert host.requests == (2, 2)
+    assert host.requests == (3, 2)
     told = host.telemetry("n0")
-    assert (told.prompt_tokens, told.output_tokens) == (28, 4)
+    assert (told.prompt_tokens, told.output_tokens) == (35, 5)
     host.close()
     log.close()
 
