@@ -73,9 +73,9 @@ def table() -> Iterator[str]:
                     cell = "**broken**" if cell.startswith("broken") else "refused"
                 words.append(cell)
         yield f"| {family} | {' | '.join(words)} |\n"
-    yield "\n"
+    yield "\n| | refused with |\n| --- | --- |\n"
     for line, where in lines.items():
-        yield f"- {'; '.join(where)}: {line}\n"
+        yield f"| {'; '.join(where)} | {line} |\n"
 
 
 def page() -> dict[Path, str]:

@@ -1,4 +1,4 @@
-"""What a host publishes under the options that production hosts run with, on vLLM's own schedulers.
+"""Published figures of a host under the options that production hosts have, on vLLM's schedulers.
 
 At the end of every step the page is compared with what the scheduler's requests say themselves.
 """
