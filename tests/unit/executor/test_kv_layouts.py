@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_host_cases import on_a_device
 from kv_cases import engine_of
 
 pytest.importorskip("vllm.v1.kv_cache_layout", reason="vLLM 0.25 has no layouts to choose from")
@@ -25,9 +26,18 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from executor.kv.backing import HostPages, NoPages, Range, resident_bytes
+from executor.cuda.backing import CudaPages, Reservation
+from executor.kv.backing import (
+    Extent,
+    HostPages,
+    NoPages,
+    Range,
+    blocks_of_runs,
+    resident_bytes,
+)
 from executor.kv.shrink_plan import KvGroup, blocks_in
 from executor.vllm.kv_backing import kv_groups, kv_layout, kv_pages
+from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
 
 MEMORY = 24 << 20
 SHAPE: dict[str, Any] = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
@@ -150,6 +160,61 @@ def test_a_released_block_takes_its_own_bytes_and_no_others(model: str, layout: 
         assert lost == 0, f"{name}: blocks in use lost content"
     gone = int((memory == 0).sum())
     assert pages.bytes_returned <= gone <= whole
+
+
+@pytest.mark.parametrize("layout", ["LBNHC", "BLNHC"])
+@pytest.mark.parametrize("model", MODELS)
+def test_pages_of_a_gpu_under_blocks_in_use_stay_mapped(model: str, layout: str) -> None:
+    config = planned(MODELS[model], layout)
+    views = tensors_of(
+        config, allocate_kv_cache(config, torch.device("meta"), KVCacheLayout[layout])
+    )
+    size = config.kv_cache_tensors[0].size
+    device = StandInDevice(-(-size // PAGE) * PAGE + 4 * PAGE)
+    reservation = Reservation(StandInDriver(device), size)
+
+    def placed(view: torch.Tensor) -> Any:
+        return on_a_device(view, reservation.address, size)
+
+    tensors = {
+        name: tuple(map(placed, view)) if isinstance(view, tuple) else placed(view)
+        for name, view in views.items()
+    }
+    pages, granules = kv_pages(engine_of(tensors), config)
+    assert isinstance(pages, CudaPages)
+    mapping = reservation.mapping
+
+    def gone() -> set[int]:
+        return {n for n in range(mapping.pages) if mapping.behind(n) == mapping.alias}
+
+    assert not gone()
+    held = set(range(granules.count // 2, granules.count))
+    pages.release(held)
+    blocks = range(granules.blocks_of(min(held)).start)
+    used = {
+        (address - reservation.address) // PAGE
+        for layer in tensors.values()
+        for view in (layer if isinstance(layer, tuple) else (layer,))
+        for block in blocks
+        for address in ends_of(view, block, config.num_blocks)
+    }
+    assert not used & gone()
+    assert len(gone()) * PAGE > 0.3 * size
+    reservation.close()
+
+
+def ends_of(view: Any, block: int, blocks: int) -> tuple[int, int]:
+    """Addresses of the first and the last byte of a block in a layer whose blocks are compact."""
+    kernel, size = view.shape[0] // blocks, view.element_size()
+    first = view.data_ptr() + block * kernel * view.stride()[0] * size
+    inner = sum((n - 1) * step for n, step in zip(view.shape[1:], view.stride()[1:], strict=True))
+    return first, first + ((kernel - 1) * view.stride()[0] + inner + 1) * size - 1
+
+
+def test_a_granule_of_latents_with_an_indexer_is_a_few_pages() -> None:
+    """Taken for one page size it had 9 GiB."""
+    place = Extent(0, 61 * (41984 + 8448), 61 * (41984 + 8448))
+    assert blocks_of_runs([place], 4 * PAGE) == 3
 
 
 def shifted(cache: torch.Tensor) -> torch.Tensor:

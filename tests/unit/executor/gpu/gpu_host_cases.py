@@ -129,24 +129,25 @@ class GpuHostRig(HostRig):
         return self.runner.block(block)
 
 
+def on_a_device(view: torch.Tensor, address: int, size: int, kind: str = "cuda") -> Any:
+    """What a view of an allocation of `size` bytes at an address of a device tells of itself."""
+    storage = SimpleNamespace(nbytes=lambda: size, data_ptr=lambda: address)
+    return SimpleNamespace(
+        device=torch.device(kind),
+        shape=view.shape,
+        stride=view.stride,
+        element_size=view.element_size,
+        numel=view.numel,
+        data_ptr=lambda: address + view.storage_offset() * view.element_size(),
+        untyped_storage=lambda: storage,
+    )
+
+
 def device_caches(config: KVCacheConfig, address: int, kind: str = "cuda") -> dict[str, Any]:
     """By layer, what a KV tensor at an address of a device tells of itself."""
     size = config.kv_cache_tensors[0].size
-    storage = SimpleNamespace(nbytes=lambda: size, data_ptr=lambda: address)
-
-    def tensor(view: torch.Tensor) -> Any:
-        return SimpleNamespace(
-            device=torch.device(kind),
-            shape=view.shape,
-            stride=view.stride,
-            element_size=view.element_size,
-            numel=view.numel,
-            data_ptr=lambda: address + view.storage_offset(),
-            untyped_storage=lambda: storage,
-        )
-
     views = kv_views(config, lambda size: torch.empty(size, dtype=torch.int8, device="meta"))
-    return {name: tensor(view) for name, view in views.items()}
+    return {name: on_a_device(view, address, size, kind) for name, view in views.items()}
 
 
 @contextlib.contextmanager

@@ -101,3 +101,16 @@ def test_who_is_left_has_its_blocks(
         if tokens:
             needed += -(-(computed + tokens + lookahead) // BLOCK) - -(-computed // BLOCK)
     assert needed <= free
+
+
+def test_a_request_needs_blocks_of_every_group_of_layers() -> None:
+    """A window that is full already needs no block more, full attention needs one."""
+    groups = [KvGroup(BLOCK), KvGroup(BLOCK, most_blocks=2), KvGroup(4 * BLOCK)]
+    hold = SkipPolicy(groups, 0, STEP_TOKENS)
+    (request,) = running((33, 32))
+    assert hold.choose(0, [request], 0, lent=1) == {"r0"}
+    assert hold.short_blocks == 1
+    assert hold.choose(0, [request], 1, lent=1) == frozenset()
+    (prompt,) = running((65, 0))
+    assert hold.choose(0, [prompt], 0, lent=1) == {"r0"}
+    assert hold.short_blocks == 5 + 2 + 2
