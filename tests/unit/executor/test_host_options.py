@@ -14,7 +14,10 @@ import pytest
 import torch
 from kv_cases import BLOCK_TOKENS, HostRig, host_of, prompt_of
 from vllm import PoolingParams, SamplingParams
-from vllm.config import KVTransferConfig, SpeculativeConfig, VllmConfig
+from vllm.config import KVTransferConfig, LoRAConfig, SpeculativeConfig, VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -105,7 +108,7 @@ class Watched:
         self.arrived_ns: dict[str, int] = {}
         self.most_running = self.steps = 0
 
-    def add(self, name: str, tokens: int, output: int, *, pools: bool = False) -> None:
+    def add(self, name: str, tokens: int, output: int, *, pools: bool = False, **more: Any) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=output, ignore_eos=True)
         sampling.update_from_generation_config({}, 1)
         request = Request(
@@ -114,6 +117,7 @@ class Watched:
             None if pools else sampling,
             pooling_params=PoolingParams(task="embed") if pools else None,
             block_hasher=self.rig.hasher,
+            **more,
         )
         self.arrived_ns[name] = time.monotonic_ns()
         self.scheduler.add_request(request)
@@ -230,6 +234,46 @@ def test_a_pooling_host_is_busy_until_its_answers_are_there(
         host.step()
     host.run()
     assert host.steps > 2
+    assert host.rig.published.idle
+
+
+def test_adapters_that_wait_for_a_slot_wait_on_the_page_too(
+    host_of: Callable[..., HostRig],
+) -> None:
+    def configure(config: VllmConfig) -> None:
+        config.lora_config = LoRAConfig(max_lora_rank=8, max_loras=1)
+
+    host = Watched(host_of(configure=configure))
+    for number in range(4):
+        adapter = LoRARequest(f"adapter-{number % 2}", 1 + number % 2, "/adapter")
+        host.add(f"r{number}", 60, 8, lora_request=adapter)
+    host.step()
+    host.step()
+    assert host.rig.published.waiting == 2
+    host.run()
+    assert host.rig.published.idle
+
+
+def test_a_prompt_with_images_is_queued_with_their_placeholders(
+    host_of: Callable[..., HostRig],
+) -> None:
+    """The encoder's budget lets one image a step through, so that a prompt takes several."""
+    host = Watched(host_of())
+    host.scheduler.max_num_encoder_input_tokens = 64
+    host.scheduler.encoder_cache_manager = EncoderCacheManager(64)
+    for number in range(3):
+        images = [
+            MultiModalFeatureSpec(
+                data=None,
+                modality="image",
+                identifier=f"image-{number}-{place}",
+                mm_position=PlaceholderRange(offset=place, length=50),
+            )
+            for place in (10, 100)
+        ]
+        host.add(f"r{number}", 180, 4, mm_features=images)
+    host.run()
+    assert host.steps > 6
     assert host.rig.published.idle
 
 
