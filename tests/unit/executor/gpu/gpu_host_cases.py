@@ -130,7 +130,7 @@ class GpuHostRig(HostRig):
 
 
 def on_a_device(view: torch.Tensor, address: int, size: int, kind: str = "cuda") -> Any:
-    """A view of an allocation of `size` bytes at an address of a device, as a stand-in tells of it."""
+    """Stand-in for a view of an allocation of `size` bytes at an address of a device."""
     storage = SimpleNamespace(nbytes=lambda: size, data_ptr=lambda: address)
     return SimpleNamespace(
         device=torch.device(kind),
