@@ -212,7 +212,11 @@ def iteration(*tokens: int) -> Any:
     times = {"e2e_latency": 1.0, "decode_time": 0.5, "mean_time_per_output_token": 0.1}
     finished = [
         SimpleNamespace(
-            request_id="cmpl-r0", num_prompt_tokens=3, num_generation_tokens=count, **times
+            request_id="cmpl-r0",
+            finish_reason=None,
+            num_prompt_tokens=3,
+            num_generation_tokens=count,
+            **times,
         )
         for count in tokens
     ]
