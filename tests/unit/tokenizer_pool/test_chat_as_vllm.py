@@ -18,7 +18,7 @@ from vllm.renderers.chat_utils import parse_chat_messages
 from vllm.renderers.hf import resolve_chat_template_content_format, safe_apply_chat_template
 
 from rose.tokenizer_pool.worker import Chat, Done, Refused, Setup, TextService
-from tests.engine.tiny_families import make_family
+from tests.engine.families.tiny_families import make_family
 from tests.harness.conversations import TEMPLATES, message
 
 GENERATED = 700

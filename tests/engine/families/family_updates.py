@@ -1,6 +1,6 @@
 """Program: updates a real vLLM replica of each named family twice and says what came of it.
 
-`python -m tests.engine.weights.family_updates FOLDER NAME…` writes FOLDER/NAME.json. An engine
+`python -m tests.engine.families.family_updates FOLDER NAME…` writes FOLDER/NAME.json. An engine
 starts in a process forked from this one, which has imported vLLM once. See `Outcome`.
 """
 
@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 import numpy as np
 
+from tests.engine.families.tiny_families import make_family
 from tests.engine.policy_versions import PolicyVersions
-from tests.engine.tiny_families import make_family
 from weight_transfer.apply.replica_weights import merged
 from weight_transfer.format.tensors import TensorBits, tensor_of
 

@@ -1,8 +1,8 @@
 """Program: a guest and a host of each named family on SGLang, as a node starts them.
 
-`python -m tests.engine.family_sglang FOLDER NAME…` writes FOLDER/NAME.sglang.json: a family's cells
-of docs/models.md. The guest's KV memory is taken and given back between two turns, then it takes an
-update of its weights; the host lends its idle KV memory, and answers as the guest did.
+`python -m tests.engine.families.family_sglang FOLDER NAME…` writes FOLDER/NAME.sglang.json: a
+family's cells of docs/models.md. The guest's KV memory is taken and given back between two turns,
+then it takes an update of its weights; the host lends its idle KV memory, and answers as the guest did.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ import aiohttp
 from executor import ControlPage
 from rose.addresses import free_port
 from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec, module_path
-from tests.engine.family_updates import changed
+from tests.engine.families.family_updates import changed
+from tests.engine.families.tiny_families import make_family
 from tests.engine.policy_versions import PolicyVersions
 from tests.engine.sglang_python import PYTHON
 from tests.engine.standin_node import StandInNode
-from tests.engine.tiny_families import make_family
 
 PROMPT = [(7 * k + 3) % 400 for k in range(60)]
 KV_BYTES = 48 << 20

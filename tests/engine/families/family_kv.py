@@ -1,7 +1,7 @@
 """Program: lends and takes back KV memory of a real vLLM engine of each named family.
 
-`python -m tests.engine.family_kv FOLDER NAME…` writes FOLDER/NAME.kv.json, see `KvOutcome`. An
-engine starts in a process forked from this one, which has imported vLLM once.
+`python -m tests.engine.families.family_kv FOLDER NAME…` writes FOLDER/NAME.kv.json, see
+`KvOutcome`. An engine starts in a process forked from this one, which has imported vLLM once.
 """
 
 import json
@@ -20,8 +20,8 @@ from executor import ControlPage, Grant, GrantMode
 from executor.guest import plugin
 from executor.guest.gate_client import GateClient
 from executor.guest.kv_balloon import GuestKv
-from tests.engine.family_updates import ENVIRONMENT, UNIPROC
-from tests.engine.tiny_families import make_family
+from tests.engine.families.family_updates import ENVIRONMENT, UNIPROC
+from tests.engine.families.tiny_families import make_family
 from tests.harness.seated_host import SeatedHost
 
 KV_BYTES = 24 << 20

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from scripts.models_table import RUN, WORKS, kv_cells, results, weights_cell
-from tests.engine.family_kv import DRAFT
-from tests.engine.tiny_families import FAMILIES
+from tests.engine.families.family_kv import DRAFT
+from tests.engine.families.tiny_families import FAMILIES
 
 pytestmark = pytest.mark.engine
 
@@ -43,7 +43,7 @@ ALL = [*LONE, "qwen3-moe@2", "deepseek-v3@2"]
 
 
 def run(program: str, families: list[str], folder: Path) -> dict[str, dict[str, Any]]:
-    words = [sys.executable, "-m", f"tests.engine.{program}", str(folder), *families]
+    words = [sys.executable, "-m", f"tests.engine.families.{program}", str(folder), *families]
     subprocess.run(words, check=True, capture_output=True, timeout=90 * len(families))
     found = {path: json.loads(path.read_text()) for path in folder.glob("*.json")}
     RUN.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ from executor.kv.backing import (
 )
 from executor.kv.shrink_plan import KvGroup, blocks_in
 from executor.vllm.kv_backing import kv_groups, kv_layout, kv_pages
-from tests.fakes.driver import PAGE, StandInDevice, StandInDriver
+from tests.fakes.cuda.driver import PAGE, StandInDevice, StandInDriver
 
 MEMORY = 24 << 20
 SHAPE: dict[str, Any] = {"block_size": 32, "head_size": 64, "dtype": torch.float32}
