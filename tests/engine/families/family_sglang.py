@@ -2,7 +2,8 @@
 
 `python -m tests.engine.families.family_sglang FOLDER NAME…` writes FOLDER/NAME.sglang.json: a
 family's cells of docs/models.md. The guest's KV memory is taken and given back between two turns,
-then it takes an update of its weights; the host lends its idle KV memory, and answers as the guest did.
+then it takes an update of its weights; the host lends its idle KV memory, and answers as the guest
+did.
 """
 
 import asyncio
