@@ -245,8 +245,14 @@ def test_its_load_and_each_guests_reason_follow() -> None:
     assert "  g0: freeze, duty 0%: the host needs it" in lines
 
 
-def test_a_replica_says_why_it_has_not_the_newest_weights() -> None:
-    engine = Engine("healthy", 0, "run", "", "", 1, 0, 0, 0, 0, 0, None, "version 2: no signature")
+@pytest.mark.parametrize(
+    ("late", "kept", "why"),
+    [
+        ("version 2: no signature", "", "not at the newest weights: version 2: no signature"),
+        ("", "its pools are not ROSE's", "gives no KV memory back: its pools are not ROSE's"),
+    ],
+)
+def test_a_replica_says_what_it_lacks(late: str, kept: str, why: str) -> None:
+    engine = Engine("healthy", 0, "run", "", "", 1, 0, 0, 0, 0, 0, None, late, kept)
     guest = ReplicaRow("g0", "guest", "serving-0", "", True, "", 1, "", "", None, None, engine)
-    why = replicas_table([guest]).rows[0][REPLICA_COLUMNS.index("WHY")]
-    assert why == "not at the newest weights: version 2: no signature"
+    assert replicas_table([guest]).rows[0][REPLICA_COLUMNS.index("WHY")] == why
