@@ -34,7 +34,8 @@ GUEST, HOST = (
 DRAFT = "llama+draft"
 """A target with a draft model beside it; a guest has none."""
 SHORT = {"falcon-h1", "nemotron-h", "granite-hybrid"}
-"""Stock vLLM ends on a CPU if a step has more than one prompt, or chunk of it, for Mamba-2."""
+"""Families tried a short prompt at a time, without prefixes: stock vLLM ends on a CPU if
+Mamba-2 has several prompts in a step, or a prefix from the cache."""
 
 
 @dataclass
@@ -98,6 +99,7 @@ class Engine:
             kv_cache_memory_bytes=KV_BYTES,
             max_model_len=384,
             max_num_seqs=1 if family in SHORT else 8,
+            enable_prefix_caching=family not in SHORT,
             max_num_batched_tokens=512,
             block_size=32,
             distributed_executor_backend=UNIPROC,
@@ -293,7 +295,8 @@ def outcome(family: str, folder: Path) -> KvOutcome:
 
 
 def main(folder: Path, families: list[str]) -> None:
-    os.environ.update(ENVIRONMENT, VLLM_PLUGINS="")
+    # Random ids would order requests that are handed back together, and with them the next steps.
+    os.environ.update(ENVIRONMENT, VLLM_PLUGINS="", VLLM_DISABLE_REQUEST_ID_RANDOMIZATION="1")
     import torch
     import vllm
     from vllm.model_executor.models import registry
