@@ -1,6 +1,6 @@
 """Write the table of docs/models.md: what hosts, guests and weight updates do with which family.
 
-    out/models/NAME[.kv|.sglang].json ── --take ──► bench/results/contract/models.json ──► table
+    out/models/NAME[.kv].json ── --take ──► bench/results/contract/models.json ──► table
 
 The nightly test tries each family, and compares its result with the committed one.
 """
@@ -51,9 +51,7 @@ def take() -> None:
         cells = known.setdefault(outcome.get("engine", "vLLM"), {}).setdefault(
             outcome["family"], {}
         )
-        if path.name.endswith(".sglang.json"):
-            cells |= {part: outcome[part] for part in PARTS if part in outcome}
-        elif path.name.endswith(".kv.json"):
+        if path.name.endswith(".kv.json"):
             cells |= kv_cells(outcome)
         else:
             cells["weights"] = weights_cell(outcome)
