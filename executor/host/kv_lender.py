@@ -28,6 +28,9 @@ MOST_FORGOTTEN_A_CALL: Final = 4
 # Time for which an idle host takes empty steps while no requested page comes back, and no lendable
 # page is taken.
 AWAKE_NS: Final = 250_000_000
+# Longest time for which running requests wait for lent blocks that are on their way back: about the
+# cost of computing a request again.
+HOLD_NS: Final = 250_000_000
 # Pause of a host that lends no more after the driver refused a call.
 RETRY_NS: Final = 100_000_000
 # Time for which an idle host that lends no more takes empty steps for pages that are still out: a
@@ -117,6 +120,24 @@ class HostMemoryPool(LendablePool):
             self.take_back(-(-blocks // self.granules.granule_blocks))
         except Exception as error:  # noqa: BLE001 -- the engine's allocation must not see it
             self._failure = error
+
+
+class DevicePool(LendablePool):
+    """Pool on a GPU: lent granules come back once their pages do."""
+
+    def take_back(self, count: int) -> int:
+        """Take back up to `count` granules that have pages now; return their number.
+
+        First those whose pages never went; of the others no more than MOST_BYTES_A_CALL. Raises
+        DeviceError, and changed nothing then beyond the first kind.
+        """
+        here = plan_growth(count, self._touchable)
+        self.give_back(here)
+        most = max(1, MOST_BYTES_A_CALL // max(1, self.granule_bytes))
+        away = plan_growth(min(count - len(here), most), self.held)
+        away = away[: self.pages.ready(away)] if away else away
+        self.give_back(away)
+        return len(here) + len(away)
 
 
 class Holder(Protocol):

@@ -17,11 +17,12 @@ as memory in use from the moment at which it was decided: what is unread, late o
 against a guest.
 """
 
+import math
 import mmap
 import os
 import zlib
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import IntEnum
@@ -193,6 +194,25 @@ class RankPager:
         self._section.write(report)
 
 
+class CommonGranule:
+    """Agreement of all ranks on the blocks of a granule; each rank takes part exactly once."""
+
+    def __init__(self, gather: Callable[[int], Iterable[int]]) -> None:
+        """Prepare to agree; gather: takes this rank's value, returns those of all ranks."""
+        self._gather = gather
+        self._took_part = False
+
+    def __call__(self, own: int) -> int:
+        """Return the least common multiple of all ranks' blocks; 0 if any rank has 0."""
+        self._took_part = True
+        return math.lcm(*self._gather(own))
+
+    def close(self) -> None:
+        """Take part with 0 if this rank failed before; the others would wait for it."""
+        if not self._took_part:
+            self(0)
+
+
 class _Rank:
     """Last whole report of one rank, and the granules that it has borrowed."""
 
@@ -292,7 +312,8 @@ class RankPages(PageBackend):
 
     @property
     def processes(self) -> Collection[int]:
-        return [rank.report.pid for rank in self._ranks]
+        pids = (rank.report.pid for rank in self._ranks)
+        return [pid for pid in pids if pid != os.getpid()]
 
     @property
     def settled(self) -> bool:

@@ -28,30 +28,24 @@ driver or are lent.
 """
 
 import logging
-import math
 import multiprocessing
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from copy import copy
 from itertools import chain
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from executor.cuda.backing import Reservation, reservation_at
-from executor.cuda.driver import Driver
-from executor.cuda.page_pool import PageClient, PagePool, PageSource
-from executor.cuda.page_server import PageServer
-from executor.engine_settings import AUTO, CUDA, GUEST, HOST, LEND, MADVISE, EngineSettings
-from executor.errors import ExecutorError, LoanError, RankError
+from executor.cuda.kv_memory import device_granule_blocks
+from executor.engine_settings import AUTO, CUDA, MADVISE
+from executor.errors import ExecutorError, RankError
 from executor.kv.backing import (
     Extent,
     HostPages,
     NoPages,
     PageBackend,
     Range,
-    blocks_of_runs,
     granule_blocks,
-    of_two_blocks,
     use_huge_pages,
 )
 from executor.kv.rank_pages import RankPages
@@ -59,10 +53,6 @@ from executor.kv.shrink_plan import Granules, KvGroup
 
 logger = logging.getLogger("vllm.rose.kv")
 FALLBACK_GRANULE_BLOCKS: Final = 16
-# Pages of a GPU in a granule's run of memory if blocks do not fill whole ones.
-GRANULE_RUN_PAGES: Final = 4
-# A guest that grows leaves this to the engine's own kernels and to the host's.
-HEADROOM_BYTES: Final = 256 << 20
 
 
 class Storage(NamedTuple):
@@ -288,7 +278,7 @@ def kv_pages(
 def _granule_blocks(layout: KvLayout, reservation: Reservation | None) -> int:
     if reservation is None:
         return granule_blocks(layout.extents)
-    return _device_granule_blocks(layout.extents, reservation.page_bytes)
+    return device_granule_blocks(layout.extents, reservation.page_bytes)
 
 
 def _reservation(layout: KvLayout) -> Reservation | None:
@@ -316,52 +306,3 @@ def _lacking(layout: KvLayout | None, reservation: Reservation | None, backend: 
             " engine with --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
         )
     return None
-
-
-def _device_granule_blocks(extents: Sequence[Extent], page_bytes: int) -> int:
-    """Return a granule's number of blocks on a GPU.
-
-    Its runs of memory are whole pages, or GRANULE_RUN_PAGES on average.
-    """
-    runs = of_two_blocks(extents)
-    several = blocks_of_runs(extents, GRANULE_RUN_PAGES * page_bytes)
-    aligned = all(run.start % page_bytes == 0 for run in runs)
-    whole = math.lcm(*(page_bytes // math.gcd(page_bytes, run.size // 2) for run in runs))
-    return min(whole, several) if aligned else several
-
-
-def reserve_kv(settings: EngineSettings, driver: Driver, size: int, ranks: int = 1) -> Reservation:
-    """Return a new reservation of `size` bytes for the KV cache of one of an engine's `ranks`.
-
-    A guest may begin with less than all of its pages: it is ballooned from its first step on, and
-    the missing ones may still be its host's. Raises DeviceError or LoanError.
-    """
-    source = page_source(settings, driver, ranks)
-    return Reservation(driver, size, source=source, partly=settings.role == GUEST)
-
-
-def page_source(settings: EngineSettings, driver: Driver, ranks: int = 1) -> PageSource:
-    """Return the source of GPU pages: the driver's pool, or with ROSE_PAGE_SOCKET a lent one.
-
-    There a guest gets a PageClient, and a lending host a PageServer, or the pool if it cannot
-    listen. A host of several ranks has a socket a GPU, the path with the end of its UUID appended.
-    Raises LoanError for a guest without a lender.
-    """
-    guest = settings.role == GUEST
-    page_bytes = driver.granularity
-    pool = PagePool(driver, page_bytes, headroom_bytes=HEADROOM_BYTES if guest else 0)
-    if not settings.page_socket:
-        return pool
-    path = Path(settings.page_socket)
-    of_gpu = path.with_name(f"{path.name}.{driver.device[-4:].hex()}")
-    if ranks > 1 or (guest and of_gpu.exists()):
-        path = of_gpu
-    if guest:
-        return PageClient(driver, page_bytes, path, pool)
-    if (settings.role, settings.level) != (HOST, LEND):
-        return pool
-    try:
-        return PageServer(driver, page_bytes, path, pool)
-    except LoanError as error:
-        logger.warning("%s: KV memory is lent through the driver instead", error)
-        return pool

@@ -10,7 +10,6 @@ busily in a collective of the pass beside a busy host.
 """
 
 import logging
-import math
 import os
 from typing import Any, Final
 
@@ -20,7 +19,7 @@ import torch.distributed
 from executor.engine_settings import GUEST, HOST, LEND, EngineSettings
 from executor.guest.gate_client import StartGate
 from executor.kv.backing import NoPages, PageBackend
-from executor.kv.rank_pages import RankPager
+from executor.kv.rank_pages import CommonGranule, RankPager
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.probes import check_addresses
 
@@ -85,7 +84,7 @@ class RankedWorker:
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def _make_pager(self, settings: EngineSettings, ranks: int) -> RankPager | None:
-        common = _CommonGranule()
+        common = CommonGranule(_gather)
         try:
             pages, granules = kv_pages(
                 self.vllm_config, self._kv_cache_config, settings.kv_backend, common
@@ -98,27 +97,15 @@ class RankedWorker:
         return RankPager(pages, granules, self.rank, ranks)
 
 
-class _CommonGranule:
-    """Agreement of all ranks on the blocks of a granule; each rank takes part exactly once."""
+def _gather(value: int) -> list[int]:
+    """Return the values of all ranks."""
+    from vllm.distributed.parallel_state import get_world_group
 
-    def __init__(self) -> None:
-        self._said = False
-
-    def __call__(self, own: int) -> int:
-        """Return the least common multiple of all ranks' blocks; 0 if any rank has 0."""
-        from vllm.distributed.parallel_state import get_world_group
-
-        self._said = True
-        group = get_world_group()
-        every: list[int] = [own] * group.world_size
-        if group.world_size > 1:
-            torch.distributed.all_gather_object(every, own, group=group.cpu_group)
-        return math.lcm(*every)
-
-    def close(self) -> None:
-        """Take part with 0 if this rank failed before; the others would wait for it."""
-        if not self._said:
-            self(0)
+    group = get_world_group()
+    every: list[int] = [value] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(every, value, group=group.cpu_group)
+    return every
 
 
 class GatedStart:

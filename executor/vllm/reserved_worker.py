@@ -16,10 +16,11 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from executor.cuda.backing import as_tensor, whole
 from executor.cuda.driver import open_driver
+from executor.cuda.kv_memory import reserve_kv
 from executor.engine_settings import EngineSettings
 from executor.errors import ExecutorError
 from executor.vllm.compat import check_version
-from executor.vllm.kv_backing import block_outermost_first, check_views, packed, reserve_kv
+from executor.vllm.kv_backing import block_outermost_first, check_views, packed
 from executor.vllm.rank_worker import GatedStart, RankedWorker, host_goes_on
 from executor.vllm.surfaces import WORKER
 

@@ -20,7 +20,8 @@ from typing import Any, Final
 from executor.engine_settings import AUTO
 from executor.errors import LendingError
 from executor.host.kv_lender import (
-    MOST_BYTES_A_CALL,
+    HOLD_NS,
+    DevicePool,
     HostLender,
     HostMemoryPool,
     LendablePool,
@@ -28,14 +29,13 @@ from executor.host.kv_lender import (
 )
 from executor.kv.backing import PageBackend
 from executor.kv.lending import KvFree, LendingLimits
-from executor.kv.shrink_plan import Granules, KvGroup, blocks_in, plan_growth
+from executor.kv.shrink_plan import Granules, KvGroup, blocks_in
 from executor.vllm.compat import BlockPoolSurface, BlockSurface, RequestSurface, check_version
 from executor.vllm.kv_backing import kv_groups, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool, Block, GranuleQueue
 from executor.vllm.probes import check_addresses
 from executor.vllm.surfaces import LENDING
 
-HOLD_NS: Final = 250_000_000
 IN_REACH: Final = (
     "use UniProcExecutor, over several ranks --worker-cls executor.vllm.cpu_worker.CpuKvWorker, and"
     " on a GPU --worker-cls executor.vllm.reserved_worker.ReservedKvWorker"
@@ -131,7 +131,7 @@ class HostMemoryLendingPool(LendingPool, HostMemoryPool):
         self._queue.back(self._blocks_of(granule))
 
 
-class CudaLendingPool(LendingPool):
+class CudaLendingPool(LendingPool, DevicePool):
     """Lending pool on a GPU; to vLLM it is smaller by the lent blocks."""
 
     @property
@@ -144,20 +144,6 @@ class CudaLendingPool(LendingPool):
     def blocks_away(self) -> int:
         """Number of blocks in lent granules."""
         return len(self._pool.blocks) - self._pool.num_gpu_blocks
-
-    def take_back(self, count: int) -> int:
-        """Take back up to `count` granules that have pages now; return their number.
-
-        First those whose pages never went; of the others no more than MOST_BYTES_A_CALL. Raises
-        DeviceError, and changed nothing then beyond the first kind.
-        """
-        here = plan_growth(count, self._touchable)
-        self.give_back(here)
-        most = max(1, MOST_BYTES_A_CALL // max(1, self.granule_bytes))
-        away = plan_growth(min(count - len(here), most), self.held)
-        away = away[: self.pages.ready(away)] if away else away
-        self.give_back(away)
-        return len(here) + len(away)
 
 
 class SkipPolicy:

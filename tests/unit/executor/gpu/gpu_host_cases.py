@@ -27,12 +27,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from executor import ControlPage
 from executor.cuda.backing import Reservation
 from executor.cuda.driver import Handle
+from executor.cuda.kv_memory import reserve_kv
 from executor.cuda.page_pool import PageClient, PagePool
 from executor.engine_settings import EngineSettings
 from executor.errors import DeviceMemoryShort
 from executor.kv.lending import lent_bytes
 from executor.vllm.host.scheduler import ObservedScheduler
-from executor.vllm.kv_backing import reserve_kv
 from tests.fakes.cuda.driver import PAGE, Physical, StandInDevice, StandInDriver
 
 BLOCKS, GRANULE_BLOCKS = 64, 2

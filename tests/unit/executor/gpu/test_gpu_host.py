@@ -19,10 +19,9 @@ from vllm.v1.request import RequestStatus
 
 from executor import GuestState
 from executor.errors import DeviceError
-from executor.host.kv_lender import MOST_BYTES_A_CALL, RETIRE_NS
+from executor.host.kv_lender import HOLD_NS, MOST_BYTES_A_CALL, RETIRE_NS
 from executor.kv.lending import lent_bytes, owed_bytes
 from executor.kv.reclaim_ladder import OverdueTimer
-from executor.vllm.host.kv_lender import HOLD_NS
 from tests.fakes.cuda.driver import PAGE, StandInDevice, scripted
 
 KV_PAGES = 32

@@ -9,14 +9,15 @@ from gpu_host_cases import device_caches
 from kv_cases import WIDE, engine_of, kv_config, manager_of
 
 from executor import Grant
+from executor.cuda import kv_memory as source_module
+from executor.cuda.kv_memory import page_source, reserve_kv
 from executor.cuda.page_pool import PageClient, PagePool
 from executor.cuda.page_server import PageServer
 from executor.engine_settings import GUEST, HOST, LEND, OBSERVE, EngineSettings
 from executor.errors import DeviceError, DeviceMemoryShort, LoanError
 from executor.guest.kv_balloon import GuestKv
 from executor.kv.shrink_plan import Rollout
-from executor.vllm import kv_backing as source_module
-from executor.vllm.kv_backing import kv_pages, page_source, reserve_kv
+from executor.vllm.kv_backing import kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 from tests.fakes.cuda.driver import PAGE, StandInDevice, StandInDriver, scripted
 

@@ -12,15 +12,16 @@ from gpu_host_cases import device_caches
 from kv_cases import BLOCK_TOKENS, WIDE, engine_of, kv_config, manager_of
 
 from executor import Grant
+from executor.cuda import kv_memory
+from executor.cuda.kv_memory import page_source, reserve_kv
 from executor.engine_settings import GUEST, HOST, LEND, EngineSettings
 from executor.errors import LoanError
 from executor.guest.kv_balloon import GuestKv
 from executor.host.kv_lender import HostLender
 from executor.kv.lending import LendingLimits
 from executor.kv.rank_pages import RankPager, RankPages
-from executor.vllm import kv_backing
 from executor.vllm.host.kv_lender import CudaLendingPool, SkipPolicy
-from executor.vllm.kv_backing import kv_pages, page_source, reserve_kv
+from executor.vllm.kv_backing import kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 from tests.fakes.cuda.driver import PAGE, StandInDevice, StandInDriver
 
@@ -98,7 +99,7 @@ class Pair:
 
 @pytest.fixture
 def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    monkeypatch.setattr(kv_backing, "HEADROOM_BYTES", 0)
+    monkeypatch.setattr(kv_memory, "HEADROOM_BYTES", 0)
     made = Pair(tmp_path / "pages", monkeypatch)
     yield made
     for reservation in (*made.guest.reservations, *made.host.reservations):

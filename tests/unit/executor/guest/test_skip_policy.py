@@ -5,9 +5,10 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from executor.host.kv_lender import HOLD_NS
 from executor.kv.shrink_plan import KvGroup
 from executor.vllm.compat import RequestSurface
-from executor.vllm.host.kv_lender import HOLD_NS, SkipPolicy
+from executor.vllm.host.kv_lender import SkipPolicy
 
 BLOCK = 16
 STEP_TOKENS = 64
