@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,7 +23,7 @@ from executor.engine_settings import EngineSettings
 from executor.errors import ExecutorError
 from executor.guest.gate_client import FIRST_MODEL, EngineLoad, GateClient, GrantLiveness, Watchdog
 from executor.guest.kv_balloon import GuestKv
-from executor.kv.backing import HeldGranules
+from executor.kv.backing import HeldGranules, PageBackend
 from executor.kv.shrink_plan import Rollout
 from executor.step_decision import GateLimits, Run
 from slo import ProfileError, StepModel, StepProfile
@@ -59,6 +59,21 @@ def _read(variable: str, path: str) -> StepProfile:
         raise ExecutorError(f"{variable} {path}: {error}") from None
 
 
+def watch(
+    settings: EngineSettings,
+    pages: PageBackend,
+    page: ControlPage | None = None,
+    beat: Callable[[int], None] = lambda _now_ns: None,
+) -> None:
+    """Start the thread that ends this process, and those of `pages`, when one of them has to end.
+
+    beat: called with the time at each tick. Raises ExecutorError if the page cannot be used.
+    """
+    page = page or ControlPage.open(settings.page_path, settings.page_group)
+    orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
+    Watchdog(page, orphan, beat, ranks=pages.processes).start()
+
+
 class GuestPlugin(ABC):
     """Base of the guest plugins: gate and balloon of one engine's scheduler.
 
@@ -80,8 +95,7 @@ class GuestPlugin(ABC):
         page = ControlPage.open(settings.page_path, settings.page_group)
         self._kv = GuestKv(pool, self._rollouts, self._preempt)
         self._gate = GateClient(page, self._kv.mapped, limits, model, block_tokens)
-        orphan = GrantLiveness(time.monotonic_ns(), round(settings.orphan_s * 1e9))
-        Watchdog(page, orphan, self._gate.beat, ranks=pool.pages.processes).start()
+        watch(settings, pool.pages, page, self._gate.beat)
         self.gated = True
 
     def permit(self) -> tuple[int, int]:

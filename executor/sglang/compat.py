@@ -99,7 +99,7 @@ NEEDED: Final[Mapping[str, tuple[object, str]]] = {
 """Server arguments that a replica must have, and the feature that any other value turns on."""
 
 GUEST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
-    "tp_size": (1, "a guest on several GPUs"),
+    "nnodes": (1, "ranks on several machines"),
 }
 
 
@@ -118,7 +118,7 @@ HOST_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
 LENDING_NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     name: NEEDED[name] for name in ("enable_hierarchical_cache", "enable_lmcache")
 } | {
-    "tp_size": (1, "several ranks, whose caches have to forget the same"),
+    **GUEST_NEEDED,
     "enable_hisparse": (False, "hierarchical sparse attention"),
     "enable_unified_memory": (False, "one memory for several kinds of cache"),
 }

@@ -14,16 +14,19 @@ pool gets the number of missing blocks.
 A block here is what SGLang's allocator calls a page: tokens that are allocated together, one by
 default. Block 0 takes the writes of padding, and is never allocated. Each layer has its keys and
 its values in a tensor of their own, [slots, heads, head size], slot after slot. On host memory
-`HostPages` gives whole pages back. GPU memory that ROSE did not reserve is not given back.
+`HostPages` gives whole pages back; on a GPU memory that ROSE reserved (`reserved_pool.py`) does.
 """
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 
-from executor.engine_settings import AUTO, MADVISE
+from executor.cuda.backing import Reservation, reservation_at
+from executor.cuda.kv_memory import device_granule_blocks
+from executor.engine_settings import AUTO, CUDA, MADVISE
 from executor.errors import ExecutorError
 from executor.kv.backing import (
     Extent,
@@ -47,8 +50,38 @@ It returns the number of blocks that became free.
 """
 
 
+class ChangeKind(IntEnum):
+    """Kind of a change: prefixes dropped, granules taken out or put in, all of them put in for
+    good, and running or waiting requests that a guest sends away.
+    """
+
+    FORGET = 0
+    TAKE = 1
+    GIVE_BACK = 2
+    DISSOLVE = 3
+    PREEMPT = 4
+    HAND_BACK = 5
+
+
+class Change(NamedTuple):
+    """Change of one rank's pool or queue that the others make after it.
+
+    tokens: to drop of prefixes, of a FORGET. ids: requests of a PREEMPT or HAND_BACK.
+    """
+
+    kind: ChangeKind
+    granules: tuple[int, ...] = ()
+    tokens: int = 0
+    ids: tuple[str, ...] = ()
+
+
 class BalloonedAllocator(HeldGranules):
-    """Balloon over an SGLang KV allocator: takes granules (runs of blocks) out, and back in."""
+    """Balloon over an SGLang KV allocator: takes granules (runs of blocks) out, and back in.
+
+    `changes`: if it is a list, each change is noted there.
+    """
+
+    changes: list[Change] | None = None
 
     def __init__(
         self,
@@ -95,9 +128,43 @@ class BalloonedAllocator(HeldGranules):
         """
         wanted = [granule for granule in granules if granule not in self.held]
         while missing := self._missing(wanted):
-            if self._forget(missing * int(self._allocator.page_size)) <= 0:
+            if self._drop(missing * int(self._allocator.page_size)) <= 0:
                 break
-        return super().take(wanted, fence)
+        return self._take(wanted, fence)
+
+    def give_back(self, granules: Collection[int]) -> None:
+        """Map held granules again: restore their pages, then put their blocks into the pool."""
+        super().give_back(granules)
+        if granules:
+            self.note(Change(ChangeKind.GIVE_BACK, tuple(granules)))
+
+    def note(self, change: Change) -> None:
+        """Note a change if changes are noted."""
+        if self.changes is not None:
+            self.changes.append(change)
+
+    def follow(self, change: Change) -> None:
+        """Make a change of the pool that another rank made."""
+        match change.kind:
+            case ChangeKind.FORGET:
+                self._forget(change.tokens)
+            case ChangeKind.TAKE:
+                self._take_out(change.granules)
+                self.held.update(change.granules)
+            case ChangeKind.GIVE_BACK:
+                self._put_in(change.granules)
+                self.held.difference_update(change.granules)
+
+    def _take(self, granules: Collection[int], fence: int) -> int:
+        before = set(self.held)
+        taken = super().take(granules, fence)
+        if taken:
+            self.note(Change(ChangeKind.TAKE, tuple(sorted(self.held - before))))
+        return taken
+
+    def _drop(self, tokens: int) -> int:
+        self.note(Change(ChangeKind.FORGET, tokens=tokens))
+        return self._forget(tokens)
 
     def cleared(self) -> None:
         """Take held blocks out of an allocator that was cleared and has all blocks again."""
@@ -153,27 +220,56 @@ class BalloonedAllocator(HeldGranules):
         return len(self.granules.blocks_of(granule)) - (granule == self.granules.of(0))
 
 
-def kv_pages(allocator: Any, backend: str = AUTO) -> tuple[PageBackend, Granules]:  # noqa: ANN401 -- SGLang's
+def kv_pages(
+    allocator: Any,  # noqa: ANN401 -- SGLang's
+    backend: str = AUTO,
+    common: Callable[[int], int] = int,
+) -> tuple[PageBackend, Granules]:
     """Return the page backend under the blocks of an allocator's KV cache, and its granules.
 
-    Raises ExecutorError if `backend` cannot be used; with AUTO the result is a NoPages then.
+    common: called with this rank's blocks of a granule, 0 if its pages cannot be given back;
+    returns those of all ranks. Raises ExecutorError if `backend` cannot be used; with AUTO the
+    result is a NoPages then.
     """
     page_tokens = int(allocator.page_size)
     blocks = int(allocator.size) // page_tokens + 1
     tensors = _tensors(allocator.get_kvcache())
-    if (wrong := _lacking(tensors, backend)) is not None:
+    reservation = _reservation(tensors)
+    wrong = _lacking(tensors, reservation, backend)
+    extents = [] if wrong is not None else [_extent(tensor, page_tokens) for tensor in tensors]
+    of_granule = common(_granule_blocks(extents, reservation) if extents else 0)
+    if wrong is None and not of_granule:
+        wrong = "another rank's KV pages cannot be given back"
+    if wrong is not None:
         if backend != AUTO:
             raise ExecutorError(f"ROSE_KV_BACKEND is {backend}, but {wrong}")
         logger.warning("%s: no KV pages will be given back", wrong)
         granules = Granules(blocks, max(1, FALLBACK_GRANULE_TOKENS // page_tokens))
         return NoPages(sum(map(_bytes, tensors))), granules
-    extents = [_extent(tensor, page_tokens) for tensor in tensors]
+    granules = Granules(blocks, of_granule)
+    if reservation is not None:
+        return reservation.backend(extents, granules), granules
     # The event loop has not begun: the memory has no content yet.
     for extent in extents:
         end = extent.base + blocks * extent.stride
         use_huge_pages(Range(extent.base, end).whole_pages())
-    granules = Granules(blocks, granule_blocks(extents))
     return HostPages(extents, granules, sum(map(_bytes, tensors))), granules
+
+
+def _granule_blocks(extents: Sequence[Extent], reservation: Reservation | None) -> int:
+    if reservation is None:
+        return granule_blocks(extents)
+    return device_granule_blocks(extents, reservation.page_bytes)
+
+
+def _reservation(tensors: Sequence[Any]) -> Reservation | None:
+    """Return the Reservation that has all of these tensors; None if there is none."""
+    reservation = reservation_at(tensors[0].data_ptr()) if tensors else None
+    if reservation is None:
+        return None
+    ends = reservation.address, reservation.address + reservation.size
+    whole = all(ends[0] <= tensor.data_ptr() < ends[1] for tensor in tensors)
+    return reservation if whole else None
 
 
 def _tensors(pool: Any) -> list[Any]:  # noqa: ANN401 -- SGLang's pool, torch's tensors
@@ -185,15 +281,20 @@ def _tensors(pool: Any) -> list[Any]:  # noqa: ANN401 -- SGLang's pool, torch's 
     return [*keys, *values]
 
 
-def _lacking(tensors: Sequence[Any], backend: str) -> str | None:
+def _lacking(tensors: Sequence[Any], reservation: Reservation | None, backend: str) -> str | None:
     """Return the reason why the pages cannot be given back, None if they can."""
     if not tensors:
         return "this model's KV cache is of a kind whose layout ROSE does not know"
-    device = tensors[0].device.type
-    if device != "cpu":
-        return f"the KV cache on {device} is in memory that ROSE did not reserve"
-    if backend not in (AUTO, MADVISE):
+    # Memory that ROSE reserved comes from a GPU's driver, whatever the engine computes on.
+    device = tensors[0].device.type if reservation is None else CUDA
+    on_host = device == "cpu"
+    if backend not in (AUTO, MADVISE if on_host else CUDA):
         return f"the KV cache is on {device}; set ROSE_KV_BACKEND=auto"
+    if not on_host and reservation is None:
+        return (
+            f"the KV cache on {device} is in memory that ROSE did not reserve; set"
+            " ROSE_KV_BACKEND=cuda"
+        )
     if not all(tensor.is_contiguous() for tensor in tensors):
         return "the KV cache does not lie slot after slot"
     return None

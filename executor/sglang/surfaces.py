@@ -25,15 +25,21 @@ SCHEDULER: Final = (
 )
 """Names that both schedulers use."""
 
+RANKS: Final = (
+    "srt.managers.scheduler:Scheduler[tp_group]",
+    "srt.distributed.parallel_state:GroupCoordinator[ranks, rank_in_group, cpu_group]",
+)
+"""Names by which the ranks of an engine agree."""
+
 HOST: Final = (
     *SCHEDULER,
+    *RANKS,
     "srt.managers.scheduler:Scheduler.get_next_batch_to_run",
     "srt.managers.scheduler:Scheduler.abort_request",
     "srt.managers.scheduler:Scheduler.on_idle",
     "srt.managers.scheduler:Scheduler.maybe_sleep_on_idle",
     "srt.managers.tokenizer_manager:TokenizerManager._handle_batch_output",
     "srt.managers.tokenizer_manager:TokenizerManager[rid_to_state]",
-    "srt.runtime_context:get_parallel",
 )
 """Names that a host's state and latencies use."""
 
@@ -45,12 +51,30 @@ POOL: Final = (
 )
 """Names that a KV pool with granules uses."""
 
-LENDING: Final = (*HOST, *POOL)
+RESERVED: Final = (
+    "srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers",
+    "srt.mem_cache.memory_pool:MHATokenToKVPool[k_buffer, v_buffer, page_size, device]",
+    "srt.mem_cache.memory_pool:MLATokenToKVPool._create_buffers",
+    "srt.mem_cache.memory_pool:MLATokenToKVPool[kv_buffer]",
+    "srt.runtime_context:get_parallel",
+)
+"""Names by which KV buffers come to lie in memory that ROSE reserved on a GPU."""
+
+LENDING: Final = (
+    *HOST,
+    *POOL,
+    "srt.managers.scheduler:Scheduler.update_running_batch(batch)",
+    "srt.managers.scheduler:Scheduler[invariant_checker]",
+    "srt.managers.schedule_batch:ScheduleBatch.check_decode_mem",
+    "srt.managers.scheduler_components.request_receiver:SchedulerRequestReceiver"
+    "._broadcast_reqs_across_ranks(recv_reqs)",
+)
 """Names that a host which lends KV memory uses."""
 
 GUEST: Final = (
     *SCHEDULER,
     *POOL,
+    *RANKS,
     "srt.managers.scheduler:Scheduler._get_new_batch_prefill_raw",
     "srt.managers.scheduler:Scheduler.get_num_allocatable_reqs(running_bs)",
     "srt.managers.scheduler:Scheduler.update_running_batch(batch)",

@@ -195,9 +195,6 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
         EngineKind.VLLM: MappingProxyType({}),
         EngineKind.SGLANG: MappingProxyType(
             {
-                Capability.LEND_GPU: "ROSE does not reserve its memory on a GPU",
-                Capability.LEND_RANKS: "the ranks' prefix caches have to forget the same",
-                Capability.RETURN_GPU: "ROSE does not reserve its memory on a GPU",
                 Capability.RETURN_GROUPS: "ROSE does not shrink its pools of windows and states",
                 Capability.POOLING: "its replica serves turns only",
                 Capability.SEED: "it takes seeds with --enable-deterministic-inference only",

@@ -144,6 +144,7 @@ class StandInScheduler:
         )
         self.max_total_num_tokens = slots
         self.invariant_checker = SimpleNamespace(max_total_num_tokens=slots)
+        self.tp_group = SimpleNamespace(ranks=[0], rank_in_group=0, cpu_group=None)
         self.running_batch = StandInBatch()
         self.waiting_queue: list[StandInRequest] = []
         self.grammar_manager = SimpleNamespace(grammar_queue=[])
@@ -199,12 +200,12 @@ class StandInScheduler:
     def send_abort_output(self, said: Any, request: StandInRequest) -> None:
         self.told.append((request.rid, said.finished_reason))
 
-    def modules(self) -> dict[str, ModuleType]:
-        """SGLang's modules that a guest imports, with this scheduler behind their functions."""
+    def modules(self, *others: StandInScheduler) -> dict[str, ModuleType]:
+        """SGLang's modules that a guest imports, with these schedulers behind their functions."""
+        by_tree = {id(each.tree_cache): each for each in (self, *others)}
 
         def release(request: StandInRequest, tree: Any, *, checkpoint: bool) -> None:
-            assert tree is self.tree_cache
-            self.release(request, checkpoint=checkpoint)
+            by_tree[id(tree)].release(request, checkpoint=checkpoint)
 
         return {
             "sglang.srt.mem_cache.common": _module(release_kv_cache=release),

@@ -17,6 +17,9 @@ Work before, within and after each step:
     decode     one token a sequence: sequences beyond the tokens are parked
     parked     back in the queue; its KV stays in the prefix cache, and it resumes with one token
 
+Of several tensor-parallel ranks the first one alone asks the gate and fits the KV memory, and each
+step begins with a broadcast of its decision, which all ranks follow (`executor.sglang.ranks`).
+
 A step is one pass: SGLang's overlapped scheduling is off in a guest, so that nothing is in flight
 when the gate is asked. Retracted requests keep their tokens and compute their KV again.
 """
@@ -31,7 +34,8 @@ import torch
 from executor.engine_settings import GUEST, WARM_UP, EngineSettings
 from executor.errors import ExecutorError
 from executor.guest.gate_client import EngineLoad, StartGate
-from executor.guest.plugin import GuestPlugin
+from executor.guest.plugin import GuestPlugin, watch
+from executor.kv.rank_pages import RankPager
 from executor.kv.shrink_plan import Rollout
 from executor.sglang import surfaces
 from executor.sglang.compat import (
@@ -47,7 +51,9 @@ from executor.sglang.compat import (
     part_of_engine,
     stamp,
 )
-from executor.sglang.kv_pool import BalloonedAllocator, kv_pages
+from executor.sglang.kv_pool import BalloonedAllocator, Change, ChangeKind
+from executor.sglang.ranks import RankMessage, Ranks, rank_memory
+from executor.sglang.reserved_pool import ReservedBuffers
 
 _SLEEPER: Final = "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep"
 _ALLOCATORS: Final = (
@@ -57,6 +63,8 @@ _ALLOCATORS: Final = (
 _RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 IDLE_POLL_MS: Final = 10
 IDLE_ROUNDS: Final = 100
+# Ranks hear of a start that waits at least this often: a collective of torch has a deadline.
+GATE_NEWS_S: Final = 10.0
 # Share of the prefix cache that is dropped at once, so that a large one is not asked often.
 FORGET_SHARE: Final = 1 / 8
 
@@ -66,8 +74,12 @@ class GuestScheduler(GuestPlugin):
 
     log = logging.getLogger("rose.sglang")
 
-    def __init__(self, scheduler: Any, settings: EngineSettings) -> None:  # noqa: ANN401 -- SGLang's
-        """Attach to a scheduler that is complete and has not begun.
+    def __init__(
+        self,
+        scheduler: Any,  # noqa: ANN401 -- SGLang's
+        settings: EngineSettings,
+    ) -> None:
+        """Attach to a scheduler that is complete and has not begun; all ranks do.
 
         Raises ExecutorError if the page, a profile or this model's KV cache cannot be used.
         """
@@ -77,13 +89,21 @@ class GuestScheduler(GuestPlugin):
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._page_tokens = int(self._allocator.page_size)
         self._capacity_tokens = int(scheduler.max_total_num_tokens)
-        pages, granules = kv_pages(self._allocator, settings.kv_backend)
-        self._pool = BalloonedAllocator(self._allocator, granules, pages, self._owned, self._forget)
+        self._ranks = Ranks.of(scheduler.tp_group)
+        memory = rank_memory(self._ranks, self._allocator, settings.kv_backend)
+        self._pager = memory.pager
+        self._pool = BalloonedAllocator(
+            self._allocator, memory.granules, memory.pages, self._owned, self._forget
+        )
+        self._tell_capacity()
         self.tokens = 0
         """Most tokens of the next step; 0 for no step."""
         self.sequences = 0
         """Most sequences of the next step."""
-        self.attach(settings, self._pool, self._page_tokens)
+        if self._ranks.follows:
+            watch(settings, memory.pages)
+        else:
+            self.attach(settings, self._pool, self._page_tokens)
 
     def begin(self, running: Any) -> bool:  # noqa: ANN401 -- SGLang's ScheduleBatch
         """Ask the gate and fit the KV memory; return True if a step may begin.
@@ -94,7 +114,7 @@ class GuestScheduler(GuestPlugin):
         self._batch = running
         self._end_aborted()
         held = len(self._pool.held)
-        self.tokens, self.sequences = self.permit()
+        self.tokens, self.sequences = self._agreed(self._pager) if self._pager else self.permit()
         if len(self._pool.held) != held:
             self._tell_capacity()
         # SGLang keeps this set until a request ends; a grant changes sooner.
@@ -104,6 +124,30 @@ class GuestScheduler(GuestPlugin):
             self.sequences = min(self.sequences, self.tokens)
             self._park(self.tokens)
         return self.tokens > 0
+
+    def _agreed(self, pager: RankPager) -> tuple[int, int]:
+        """Decide on the first rank, do the same on all others; return `permit`'s result."""
+        message = RankMessage()
+        if self.gated:
+            self._pool.changes = []
+            allowed = self.permit()
+            operations = self._pool.pages.drain()
+            message = RankMessage(tuple(self._pool.changes), tuple(operations), *allowed)
+        message = self._ranks.agree(message)
+        if not self.gated:
+            for change in message.changes:
+                self._follow(change)
+        pager.carry_out(message.operations)
+        return message.tokens, message.sequences
+
+    def _follow(self, change: Change) -> None:
+        match change.kind:
+            case ChangeKind.PREEMPT:
+                self._preempt(change.ids)
+            case ChangeKind.HAND_BACK:
+                self._hand_back(change.ids)
+            case _:
+                self._pool.follow(change)
 
     def get_new_batch_prefill(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
         """Plan a prefill of no more tokens than granted; return SGLang's result."""
@@ -136,8 +180,9 @@ class GuestScheduler(GuestPlugin):
 
     def run_batch(self, original: Hook, scheduler: Any, batch: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
         """Publish the begin of a step, run it, stamp its tokens, and return SGLang's result."""
-        self._kv.step_begun()
-        self._gate.scheduled(self._load(batch), tokens_of(batch))
+        if self.gated:
+            self._kv.step_begun()
+            self._gate.scheduled(self._load(batch), tokens_of(batch))
         result = original(scheduler, batch, *a, **named)
         stamp(batch, result)
         return result
@@ -146,15 +191,17 @@ class GuestScheduler(GuestPlugin):
         """Process a step's output as SGLang does, then publish the step's end."""
         before = _output_tokens(batch)
         done = original(scheduler, batch, result)
-        self._kv.step_done()
-        sampled = _output_tokens(batch) - before
-        self._gate.stepped(self._load(batch), tokens_of(batch), len(batch.reqs), sampled)
+        if self.gated:
+            self._kv.step_done()
+            sampled = _output_tokens(batch) - before
+            self._gate.stepped(self._load(batch), tokens_of(batch), len(batch.reqs), sampled)
         return done
 
     def maybe_sleep(self, original: Hook, sleeper: Any) -> None:  # noqa: ANN401 -- SGLang's
         """Wait for a message to an idle engine, a second at most; less if memory is wanted."""
         del original
-        for _ in range(IDLE_ROUNDS):
+        # Other ranks' lenders of pages are heard in steps alone, an empty one too.
+        for _ in range(IDLE_ROUNDS if self._pool.pages.always_restores or not self._pager else 1):
             if sleeper.poller.poll(IDLE_POLL_MS) or self.memory_wanted():
                 return
 
@@ -166,6 +213,7 @@ class GuestScheduler(GuestPlugin):
         return done
 
     def _preempt(self, request_ids: Collection[str]) -> None:
+        self._pool.note(Change(ChangeKind.PREEMPT, ids=tuple(request_ids)))
         self._requeue(set(request_ids), keep_kv=False)
 
     def _park(self, tokens: int) -> None:
@@ -225,6 +273,7 @@ class GuestScheduler(GuestPlugin):
         return -(-(tokens + 1) // self._page_tokens)
 
     def _hand_back(self, request_ids: Collection[str]) -> None:
+        self._pool.note(Change(ChangeKind.HAND_BACK, ids=tuple(request_ids)))
         lost, queue = set(request_ids), self._scheduler.waiting_queue
         self._scheduler.waiting_queue = [r for r in queue if r.rid not in lost]
         for request in queue:
@@ -367,8 +416,15 @@ class GuestHooks:
     def forward(self, original: Hook, runner: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
         """Run a forward pass; one of the engine's start waits for the host first."""
         if self._guest is None and self._start is not None:
-            self._start.wait()
+            wait_together(self._start, Ranks.of(runner.tp_group))
         return original(runner, *a, **named)
+
+
+def wait_together(start: StartGate, ranks: Ranks) -> None:
+    """Block all ranks until the gate of the start opens, which the first of them asks."""
+    while not ranks.agree(ranks.follows or start.wait(GATE_NEWS_S)):
+        pass
+    start.passes += ranks.follows
 
 
 def register() -> None:
@@ -384,4 +440,4 @@ def register() -> None:
         start = StartGate.from_environ(os.environ)
     except ExecutorError as error:
         give_up(error)
-    install(GuestHooks(settings, start).hooks)
+    install({**GuestHooks(settings, start).hooks, **ReservedBuffers(settings).hooks})

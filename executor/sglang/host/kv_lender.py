@@ -1,9 +1,13 @@
-"""KV lending of an SGLang host on host memory: its allocator, granules of which are lent.
+"""KV lending of an SGLang host: its allocator, granules of which are lent.
 
-To SGLang the pool stays as large as it was: it admits, retracts and reports as it would without
-lending. An allocation that the free blocks do not cover takes lent granules back by itself, before
-it fails; before any prefix is evicted, too, since SGLang counts lent blocks as free. Their pages
-come with the first touch.
+On host memory the pool stays as large as it was to SGLang: it admits, retracts and reports as it
+would without lending. An allocation that the free blocks do not cover takes lent granules back by
+itself, before it fails; before any prefix is evicted, too, since SGLang counts lent blocks as free.
+Their pages come with the first touch.
+
+On a GPU another process may still use a lent block's pages when it is needed. So it counts neither
+as free nor as used, and a decode for which blocks are missing waits while lent ones come back:
+SGLang would retract requests, and compute all their tokens again.
 
 A prefix without a hit for a long time is dropped, so that its memory can be lent. SGLang offers no
 such time. The tokens that requests had in that time are known, and the prefix cache drops the least
@@ -11,22 +15,33 @@ recently used first: cached tokens beyond that number are cold.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 from executor.engine_settings import AUTO
 from executor.errors import LendingError
-from executor.host.kv_lender import HostLender, HostMemoryPool, check_lendable
-from executor.kv.backing import HeldGranules, PageBackend
+from executor.host.kv_lender import (
+    HOLD_NS,
+    DevicePool,
+    HostLender,
+    HostMemoryPool,
+    LendablePool,
+    check_lendable,
+)
+from executor.kv.backing import PageBackend
 from executor.kv.lending import KvFree, LendingLimits
+from executor.kv.rank_pages import RankPager
 from executor.kv.shrink_plan import Granules, KvGroup
 from executor.sglang.compat import LENDING_NEEDED, check_features
-from executor.sglang.kv_pool import BalloonedAllocator, Forget, kv_pages
+from executor.sglang.kv_pool import BalloonedAllocator, Change, ChangeKind, Forget
+from executor.sglang.ranks import Ranks, rank_memory
 
 # A search for free granules looks at every free block, so one that found too few is not repeated in
 # every step.
 SEARCH_NS: Final = 100_000_000
-IN_REACH: Final = "run SGLang on host memory, with a model that has keys and values of each layer"
+IN_REACH: Final = (
+    "run a model that has keys and values of each layer, and on a GPU set ROSE_KV_BACKEND=cuda"
+)
 ALLOCATORS: Final = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 
 
@@ -49,8 +64,44 @@ class WarmTokens:
         return self._sum
 
 
-class LendingAllocator(BalloonedAllocator, HostMemoryPool):
-    """Ballooned pool of a host on SGLang whose held granules are lent, and count as free."""
+class DecodeHold:
+    """Policy by which a decode waits while blocks that it needs are lent; the clock is passed in.
+
+    SGLang decodes all running requests in a step, so all wait. A hold lasts HOLD_NS at most; the
+    last request's as long as anything is lent, since SGLang would abort it. The next one begins
+    only when no block is missing any more.
+    """
+
+    short_blocks = 0
+
+    def __init__(self) -> None:
+        self._since_ns: int | None = None
+
+    def choose(
+        self, now_ns: int, running: Sequence[Any], free_blocks: int, lent: int
+    ) -> frozenset[str]:
+        """Return no request: a decode waits as a whole, by `waits`."""
+        del now_ns, running, free_blocks, lent
+        return frozenset()
+
+    def waits(self, now_ns: int, requests: int) -> bool:
+        """Return True if a decode of so many requests, which lacks blocks, is to wait."""
+        if self._since_ns is None:
+            self._since_ns = now_ns
+        return requests == 1 or now_ns - self._since_ns < HOLD_NS
+
+    def over(self) -> None:
+        """Record that a decode lacks no block."""
+        self._since_ns = None
+
+
+class LendingAllocator(BalloonedAllocator, LendablePool):
+    """Ballooned pool of a host on SGLang whose held granules are lent.
+
+    `hold`: policy of decodes that lack blocks, None if lent blocks come back at once.
+    """
+
+    hold: DecodeHold | None = None
 
     def __init__(
         self,
@@ -82,6 +133,11 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         plain += len(allocator.release_pages) if staged is None else staged
         return KvFree(plain, self._evictable_tokens() // self._page_tokens, len(self.held))
 
+    @property
+    def counted_tokens(self) -> int:
+        """Lent tokens that SGLang counts as free."""
+        return 0
+
     def owns(self, allocator: Any) -> bool:  # noqa: ANN401 -- SGLang's
         """Return True if `allocator` is the one that this pool lends from."""
         return allocator is self._allocator
@@ -103,18 +159,15 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
 
         No prefix is dropped for it.
         """
-        return HeldGranules.take(self, granules, fence)
+        return self._take(granules, fence)
 
     def short_of(self, tokens: int) -> bool:
-        """Take lent granules back for an allocation of `tokens`; return False if none was lent.
+        """Take lent granules back for an allocation of `tokens`; return False if none came.
 
         After True the allocation is worth another try.
         """
-        if not self._out:
-            return False
-        blocks = max(1, -(-tokens // self._page_tokens) - self.free.plain)
-        self._take_back_blocks(blocks)
-        return True
+        del tokens
+        return False
 
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
         """Drop cached prefixes of up to `most` granules' size without a hit in `cold_ns`.
@@ -126,7 +179,7 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
             return 0
         cold = self._evictable_tokens() - self.warm.since(now_ns - cold_ns)
         tokens = min(cold, most * self.granules.granule_blocks * self._page_tokens)
-        blocks = self._forget(tokens) if tokens > 0 else 0
+        blocks = self._drop(tokens) if tokens > 0 else 0
         return -(-blocks // self.granules.granule_blocks)
 
     def cleared(self) -> None:
@@ -136,8 +189,16 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
 
     def dissolve(self) -> None:
         """Restore SGLang's own pool with all of its blocks, from any state of this one."""
+        self.note(Change(ChangeKind.DISSOLVE))
         self._put_in(set(self._out))
+        self.held.clear()
         self._allocator.need_sort = self._sorted_before
+
+    def follow(self, change: Change) -> None:
+        """Make a change of the pool that another rank made."""
+        if change.kind is ChangeKind.DISSOLVE:
+            self.dissolve()
+        super().follow(change)
 
     def _take_out(self, granules: Collection[int]) -> None:
         super()._take_out(granules)
@@ -154,15 +215,54 @@ class LendingAllocator(BalloonedAllocator, HostMemoryPool):
         return sum(len(self.granules.blocks_of(granule)) for granule in granules)
 
 
-def lender_of(
-    scheduler: Any,  # noqa: ANN401 -- SGLang's scheduler
-    limits: LendingLimits,
-    kv_backend: str = AUTO,
-) -> tuple[HostLender, LendingAllocator]:
-    """Return a lender over the allocator of an engine without requests, and its pool.
+class HostMemoryLendingAllocator(LendingAllocator, HostMemoryPool):
+    """Lending pool on host memory; to SGLang it stays as large as it was."""
 
-    Raises ExecutorError if the memory cannot be lent.
-    """
+    @property
+    def counted_tokens(self) -> int:
+        return self.lent_blocks * self._page_tokens
+
+    def short_of(self, tokens: int) -> bool:
+        if not self._out:
+            return False
+        blocks = max(1, -(-tokens // self._page_tokens) - self.free.plain)
+        self._take_back_blocks(blocks)
+        return True
+
+
+class CudaLendingAllocator(LendingAllocator, DevicePool):
+    """Lending pool on a GPU; to SGLang it is smaller by the lent blocks."""
+
+    def __init__(self, checker: Any, *a: Any) -> None:  # noqa: ANN401 -- SGLang's
+        """Take over the allocator.
+
+        checker: SGLang's check that no block was lost, which has to know the pool's size.
+        """
+        self._checker = checker
+        self._whole_tokens = int(checker.max_total_num_tokens)
+        self.hold = DecodeHold()
+        super().__init__(*a)
+
+    @property
+    def blocks_away(self) -> int:
+        """Number of blocks in lent granules."""
+        return self.lent_blocks
+
+    def _take_out(self, granules: Collection[int]) -> None:
+        super()._take_out(granules)
+        self._tell_size()
+
+    def _put_in(self, granules: Collection[int]) -> None:
+        super()._put_in(granules)
+        self._tell_size()
+
+    def _tell_size(self) -> None:
+        lent_tokens = self.lent_blocks * self._page_tokens
+        self._checker.max_total_num_tokens = self._whole_tokens - lent_tokens
+
+
+def check_scheduler(scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's scheduler
+    """Raise ExecutorError if the memory of an engine of this kind cannot be lent."""
     check_features(scheduler.server_args, LENDING_NEEDED, "a host that lends")
     allocator = scheduler.token_to_kv_pool_allocator
     if type(allocator).__name__ not in ALLOCATORS:
@@ -170,8 +270,24 @@ def lender_of(
             f"ROSE does not know a {type(allocator).__name__}; start the host with a model of"
             " plain attention"
         )
-    pages, granules = kv_pages(allocator, kv_backend)
-    check_lendable(pages, granules, IN_REACH)
+
+
+def lending_pool(
+    scheduler: Any,  # noqa: ANN401 -- SGLang's scheduler
+    ranks: Ranks,
+    kv_backend: str = AUTO,
+) -> tuple[LendingAllocator, RankPager | None]:
+    """Return the lending pool over the allocator of an engine without requests, and its pager.
+
+    All ranks call it. Raises ExecutorError, on all of them, if the memory cannot be lent.
+    """
+    allocator = scheduler.token_to_kv_pool_allocator
+    memory = rank_memory(
+        ranks,
+        allocator,
+        kv_backend,
+        lambda pages, granules: check_lendable(pages, granules, IN_REACH),
+    )
     tree = scheduler.tree_cache
 
     def forget(tokens: int) -> int:
@@ -181,5 +297,15 @@ def lender_of(
         tree.evict(EvictParams(num_tokens=tokens))
         return pool.free.plain - before
 
-    pool = LendingAllocator(allocator, granules, pages, tree.evictable_size, forget)
-    return HostLender(pool, limits, [KvGroup(int(allocator.page_size))]), pool
+    given = allocator, memory.granules, memory.pages, tree.evictable_size, forget
+    pool: LendingAllocator = (
+        HostMemoryLendingAllocator(*given)
+        if memory.pages.always_restores
+        else CudaLendingAllocator(scheduler.invariant_checker, *given)
+    )
+    return pool, memory.pager
+
+
+def lender_of(pool: LendingAllocator, limits: LendingLimits, page_tokens: int) -> HostLender:
+    """Return the lender over a pool, which decides for all ranks."""
+    return HostLender(pool, limits, [KvGroup(page_tokens)], pool.hold)

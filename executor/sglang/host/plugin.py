@@ -10,7 +10,12 @@
     Scheduler.maybe_sleep_on_idle        not while there is more to lend
     Scheduler.run_event_loop             its end: leave the page
     TokenizerManager._handle_batch_output   latencies of finished requests
-    allocator.alloc …                    only of a host that lends: lent blocks count as free
+Of a host that lends:
+
+    allocator.alloc …                    lent blocks count as free, unless they are a GPU's
+    Scheduler.update_running_batch       a decode waits for lent blocks of a GPU
+    SchedulerRequestReceiver._broadcast_reqs_across_ranks   several ranks lend the same
+    pool._create_buffers                 with ROSE_KV_BACKEND=cuda: KV memory that can go
 
 Each hook calls the original function with its arguments, and returns its result.
 """
@@ -26,7 +31,8 @@ from executor.control_page.seqlock_records import LatencyRecord
 from executor.engine_settings import HOST, LEND, EngineSettings
 from executor.errors import ExecutorError
 from executor.host.kv_lender import HostLender
-from executor.host.plugin import SERVES_ON, HostPlugin, LatencyWriter, lending_limits
+from executor.host.plugin import KEEPS, SERVES_ON, HostPlugin, LatencyWriter, lending_limits
+from executor.kv.rank_pages import RankPager
 from executor.sglang import surfaces
 from executor.sglang.compat import (
     HOST_NEEDED,
@@ -41,8 +47,16 @@ from executor.sglang.compat import (
     part_of_engine,
     stand_around,
 )
-from executor.sglang.host.kv_lender import LendingAllocator, lender_of
+from executor.sglang.host.kv_lender import (
+    LendingAllocator,
+    check_scheduler,
+    lender_of,
+    lending_pool,
+)
 from executor.sglang.host.state_publisher import BatchPublisher
+from executor.sglang.kv_pool import Change, ChangeKind
+from executor.sglang.ranks import RankMessage, Ranks
+from executor.sglang.reserved_pool import ReservedBuffers
 
 TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"
 HANDLE_OUTPUT: Final = f"{TOKENIZER}.TokenizerManager._handle_batch_output"
@@ -52,6 +66,10 @@ HEALTH_CHECK: Final = "HEALTH_CHECK"
 IDLE_LOOK_NS: Final = 50_000_000
 _ALLOCATOR: Final = "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator"
 _PAGED: Final = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator"
+_RECEIVE: Final = (
+    "sglang.srt.managers.scheduler_components.request_receiver"
+    ".SchedulerRequestReceiver._broadcast_reqs_across_ranks"
+)
 
 logger = logging.getLogger("rose.sglang")
 
@@ -69,7 +87,13 @@ class SglangHost(HostPlugin[BatchPublisher]):
         """
         self._scheduler = scheduler
         self._refused = refused
+        self._ranks = Ranks.of(scheduler.tp_group)
+        # Several ranks lend in `message` alone.
+        self._deciding = self._ranks.size == 1
+        self.asked = False
+        self._stops: tuple[Exception | None] | None = None
         self.pool: LendingAllocator | None = None
+        self.pager: RankPager | None = None
         self._began_ns = self._look_ns = 0
 
     def arrived(self, request: Any, *, again: bool) -> None:  # noqa: ANN401 -- SGLang's Req
@@ -79,7 +103,8 @@ class SglangHost(HostPlugin[BatchPublisher]):
         """
         if self._observer is not None:
             self._quietly(self._tell_arrival, self._observer, request, again)
-            self._lend(arrived=True)
+            if self._deciding:
+                self._lend(arrived=True)
 
     def turn(self, *_: object) -> None:
         """Begin a turn of the scheduler's loop; lend or take back if there are requests.
@@ -87,9 +112,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
         An idle host lends in `idled`.
         """
         self._began_ns = time.monotonic_ns()
-        if self._lender is not None and (
-            self._scheduler.waiting_queue or self._scheduler.running_batch.reqs
-        ):
+        if self._deciding and self._busy:
             self._lend()
 
     def begin(self, batch: Any, *_: object) -> None:  # noqa: ANN401 -- SGLang's ScheduleBatch
@@ -116,11 +139,38 @@ class SglangHost(HostPlugin[BatchPublisher]):
         """Publish a turn of the loop without work, and lend, before SGLang sleeps."""
         if self._observer is not None:
             self._quietly(self._observer.idled)
-        if self._lender is not None:
-            now_ns = time.monotonic_ns()
-            if self._lender.pending or now_ns >= self._look_ns:
-                self._look_ns = now_ns + IDLE_LOOK_NS
+        if self._deciding and self._due():
+            self._lend()
+
+    def message(self) -> RankMessage | None:
+        """Lend or take back, as the first of several ranks; return what all ranks have to do."""
+        pool = self.pool
+        if pool is None or self._deciding:
+            return None
+        changes: list[Change] = []
+        pool.changes = changes
+        self._deciding = True
+        try:
+            if self._stops is not None:
+                self.stop_lending(*self._stops)
+            elif self._busy or self._due():
                 self._lend()
+        finally:
+            self._deciding, self._stops, pool.changes = False, None, None
+        operations = pool.pages.drain()
+        return RankMessage(tuple(changes), tuple(operations)) if changes or operations else None
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._scheduler.waiting_queue or self._scheduler.running_batch.reqs)
+
+    def _due(self) -> bool:
+        """Return True if an idle host is to look for memory to lend or to take back now."""
+        now_ns = time.monotonic_ns()
+        if self._lender is None or not (self._lender.pending or now_ns >= self._look_ns):
+            return False
+        self._look_ns = now_ns + IDLE_LOOK_NS
+        return True
 
     @property
     def awake(self) -> bool:
@@ -132,7 +182,10 @@ class SglangHost(HostPlugin[BatchPublisher]):
         self._quietly(self._leave)
 
     def stop_lending(self, why: Exception | None = None) -> None:
-        """Take lent memory back and restore SGLang's own pool."""
+        """Take lent memory back and restore SGLang's own pool; several ranks do in `message`."""
+        if not self._deciding:
+            self._stops = (why,)
+            return
         super().stop_lending(why)
         if self._lender is None:
             self.pool = None
@@ -162,10 +215,11 @@ class SglangHost(HostPlugin[BatchPublisher]):
 
     def _make_lender(self, settings: EngineSettings) -> HostLender:
         check_version(surfaces.LENDING)
-        lender, self.pool = lender_of(
-            self._scheduler, lending_limits(settings), settings.kv_backend
-        )
-        return lender
+        check_scheduler(self._scheduler)
+        self.asked = self._ranks.agree(True)
+        self.pool, self.pager = lending_pool(self._scheduler, self._ranks, settings.kv_backend)
+        page_tokens = int(self._scheduler.token_to_kv_pool_allocator.page_size)
+        return lender_of(self.pool, lending_limits(settings), page_tokens)
 
     def _identity(self) -> tuple[str, tuple[str, ...]]:
         arguments = self._scheduler.server_args
@@ -180,11 +234,14 @@ class SglangHost(HostPlugin[BatchPublisher]):
 
 
 class HostHooks:
-    """Hooks of a host process, and its SglangHost once there is a scheduler."""
+    """Hooks of a host process, and its SglangHost, or on other ranks a pool that follows."""
 
     def __init__(self, *, lends: bool) -> None:
         self._lends = lends
         self._host: SglangHost | None = None
+        self._ranks = Ranks()
+        self._followed: LendingAllocator | None = None
+        self._pager: RankPager | None = None
         self.refused: ExecutorError | None = None
 
     @property
@@ -213,17 +270,33 @@ class HostHooks:
                 named[f"{owner}.clear"] = self.clear
             named[f"{_PAGED}.alloc_extend"] = self.allocate_extend
             named[f"{_PAGED}.alloc_decode"] = self.allocate_decode
+            named[f"{SCHEDULER}.update_running_batch"] = self.update_running_batch
+            named[_RECEIVE] = self.receive
         return named
 
     def made(self, original: Hook, scheduler: Any, *a: Any, **named: Any) -> None:  # noqa: ANN401
         """Make the scheduler, then attach a host to it on the first of the ranks."""
         original(scheduler, *a, **named)
         try:
-            if _first_rank():
-                self._host = SglangHost(scheduler, self.refused)
-                self._host.attach()
+            self._ranks = ranks = Ranks.of(scheduler.tp_group)
+            if not ranks.follows:
+                self._attach(scheduler)
+            elif self._lends and ranks.agree():
+                backend = EngineSettings.from_environ(os.environ).kv_backend
+                self._followed, self._pager = lending_pool(scheduler, ranks, backend)
+        except ExecutorError as error:
+            logger.error("%s: %s", KEEPS, error)  # noqa: TRY400 -- one line says it all
         except Exception:
             logger.exception(SERVES_ON)
+
+    def _attach(self, scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's
+        self._host = host = SglangHost(scheduler, self.refused)
+        try:
+            host.attach()
+        finally:
+            if self._lends and not host.asked:
+                self._ranks.agree(False)
+            self._pager = host.pager
 
     def add_request(
         self,
@@ -275,6 +348,41 @@ class HostHooks:
             if self._host is not None:
                 self._host.leave()
 
+    def receive(
+        self,
+        original: Hook,
+        receiver: Any,  # noqa: ANN401 -- SGLang's
+        requests: Any,  # noqa: ANN401 -- a list on the first rank, else None
+        *a: Any,  # noqa: ANN401
+        **named: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Return the requests of a turn on every rank; a RankMessage travels with them."""
+        message = self._host.message() if self._host is not None else None
+        if message is not None:
+            requests = [*requests, message]
+        received = original(receiver, requests, *a, **named)
+        if self._pager is None:
+            return received
+        messages = [one for one in received if isinstance(one, RankMessage)]
+        for change in (change for message in messages for change in message.changes):
+            if self._followed is not None:
+                self._followed.follow(change)
+            if change.kind is ChangeKind.DISSOLVE:
+                self._followed = None
+        self._pager.carry_out([step for message in messages for step in message.operations])
+        return [one for one in received if not isinstance(one, RankMessage)]
+
+    def update_running_batch(self, original: Hook, scheduler: Any, batch: Any) -> Any:  # noqa: ANN401
+        """Return SGLang's batch to decode; None, no decode, while it waits for lent blocks."""
+        pool = self._pool
+        if pool is None or pool.hold is None:
+            return original(scheduler, batch)
+        if not pool.held or batch.is_empty() or batch.check_decode_mem():
+            pool.hold.over()
+        elif self._ranks.agree(pool.hold.waits(time.monotonic_ns(), len(batch.reqs))):
+            return None
+        return original(scheduler, batch)
+
     def allocate(self, original: Hook, allocator: Any, need_size: int) -> Any:  # noqa: ANN401
         """Return newly allocated slots, or None; lent granules are taken back if need be."""
         return self._allocated(allocator, need_size, lambda: original(allocator, need_size))
@@ -294,10 +402,10 @@ class HostHooks:
         return self._allocated(allocator, tokens, lambda: original(allocator, *a, **named))
 
     def available(self, original: Hook, allocator: Any) -> int:  # noqa: ANN401 -- SGLang's
-        """Return the number of free tokens, lent ones included, which can be had at once."""
+        """Return the number of free tokens; lent ones are included where they come at once."""
         pool = self._pool_of(allocator)
         free = int(original(allocator))
-        return free if pool is None else free + pool.lent_blocks * int(allocator.page_size)
+        return free if pool is None else free + pool.counted_tokens
 
     def clear(self, original: Hook, allocator: Any) -> Any:  # noqa: ANN401 -- SGLang's
         """Clear the allocator as SGLang does, and take the lent granules out of it again."""
@@ -319,14 +427,20 @@ class HostHooks:
         return found
 
     def _pool_of(self, allocator: Any) -> LendingAllocator | None:  # noqa: ANN401 -- SGLang's
-        pool = self._host.pool if self._host is not None else None
+        pool = self._pool
         return pool if pool is not None and pool.owns(allocator) else None
 
+    @property
+    def _pool(self) -> LendingAllocator | None:
+        return self._host.pool if self._host is not None else self._followed
 
-def _first_rank() -> bool:
-    from sglang.srt.runtime_context import get_parallel
 
-    return int(get_parallel().tp_rank or 0) == 0
+def _reserved_buffers() -> Mapping[str, Hook]:
+    """Return the hooks that put KV buffers into reserved memory; the host logs invalid settings."""
+    try:
+        return ReservedBuffers(EngineSettings.from_environ(os.environ)).hooks
+    except ExecutorError:
+        return {}
 
 
 def _can_lend() -> bool:
@@ -350,7 +464,7 @@ def register() -> None:
     try:
         check_version(surfaces.HOST)
         if part is EnginePart.SCHEDULER:
-            stand_around(hosts.hooks)
+            stand_around({**hosts.hooks, **_reserved_buffers()})
         # Further processes of the API are children, like schedulers.
         if part is EnginePart.SERVER or TOKENIZER in sys.modules:
             stand_around({HANDLE_OUTPUT: LatencyHook()})

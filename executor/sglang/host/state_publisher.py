@@ -168,5 +168,7 @@ class BatchPublisher(StatePublisher):
         page_tokens = allocator.page_size
         free = allocator.available_size() + self._scheduler.tree_cache.evictable_size()
         total = allocator.size // page_tokens
-        used = max(0, total - free // page_tokens)
+        lender = self._lender()
+        away = 0 if lender is None else lender.blocks_away
+        used = max(0, total - away - free // page_tokens)
         return running, waiting, used, total

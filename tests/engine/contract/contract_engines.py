@@ -1,7 +1,8 @@
 """Engines that the contract suite runs against: how each is found, started and asked.
 
 vLLM of this environment is there always. vLLM 0.25 is where ROSE_VLLM25_PYTHON names an interpreter
-that has it; SGLang where `sglang_python` finds one.
+that has it; SGLang where `sglang_python` finds one, with ROSE_TEST_SGLANG_RANKS=2 over two
+tensor-parallel ranks.
 """
 
 import json
@@ -35,6 +36,7 @@ class ContractEngine:
     kind: EngineKind
     python: str | None
     missing: str = ""
+    ranks: int = 1
 
     @property
     def there(self) -> bool:
@@ -47,8 +49,15 @@ class ContractEngine:
         extra_env: dict[str, str] = dict(given.pop("extra_env", {}))
         if self.python is not None:
             found = module_path(folder / "metadata")
-            extra_env["PYTHONPATH"] = f"{ROOT / 'tests/engine/counted'}:{found}"
+            extra_env.setdefault("PYTHONPATH", f"{ROOT / 'tests/engine/counted'}:{found}")
         args = given.pop("extra_args", ())
+        if self.ranks > 1:
+            args = (f"--tp-size={self.ranks}", *args)
+            # SGLang binds a rank to its cores and memory; here the ranks share what there is.
+            cores = range(os.cpu_count() or 1)
+            extra_env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+                str(cores[rank % len(cores)]) for rank in range(self.ranks)
+            )
         return EngineSpec(
             name=name,
             role=role,
@@ -116,10 +125,12 @@ VLLM_25 = ContractEngine(
     os.environ.get("ROSE_VLLM25_PYTHON", ""),
     "name an interpreter with vLLM 0.25: ROSE_VLLM25_PYTHON",
 )
+_RANKS = int(os.environ.get("ROSE_TEST_SGLANG_RANKS", "1"))
 SGLANG = ContractEngine(
-    "SGLang 0.5.23",
+    "SGLang 0.5.23" + f", {_RANKS} ranks" * (_RANKS > 1),
     EngineKind.SGLANG,
     PYTHON,
     MISSING,
+    _RANKS,
 )
 ENGINES = (VLLM, VLLM_25, SGLANG)

@@ -190,4 +190,4 @@ def test_what_an_engine_lacks_has_a_reason() -> None:
     for kind in EngineKind:
         assert all(LACKS[kind].values())
     assert lacking(EngineKind.VLLM, Capability.LEND_GPU) is None
-    assert lacking(EngineKind.SGLANG, Capability.LEND_GPU)
+    assert lacking(EngineKind.SGLANG, Capability.POOLING)

@@ -69,8 +69,8 @@ WRONG = [
         "runner: sglang does not have it that a replica serves a model that is not generative",
     ),
     (
-        fields(REPLICA, engine="sglang", kv_backend="cuda", device=0),
-        "leave kv_backend out, or run this replica on another engine",
+        fields(REPLICA, engine="sglang", sleep_mode=True, kind="dedicated", device=0),
+        "leave sleep_mode out, or run this replica on another engine",
     ),
     (fields(DEDICATED, step_profile="p"), "has no gate"),
     # GPUs.

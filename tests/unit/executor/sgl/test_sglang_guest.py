@@ -278,7 +278,7 @@ def test_an_allocator_that_begins_anew_gives_out_no_held_granule(rig: SglangGues
         ("speculative_algorithm", "EAGLE", "speculative decoding; leave out"),
         ("disaggregation_mode", "prefill", "disaggregated"),
         ("enable_custom_logit_processor", True, "custom samplers"),
-        ("tp_size", 2, "several GPUs"),
+        ("nnodes", 2, "several machines"),
         ("disable_overlap_schedule", False, "give --disable-overlap-schedule"),
     ],
 )
