@@ -349,6 +349,8 @@ class SimulatedReplica(Replica):
         self.config = SimpleNamespace(  # type: ignore[assignment]
             id=engine.replica,
             kind="guest",
+            ranks=1,
+            kept_kv=lambda model_dir: None,
             port=0,  # At which nothing listens, as far as the kernel knows.
             kv_tokens=100_000,
             decode_tok_s=1_000.0,

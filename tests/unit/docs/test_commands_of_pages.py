@@ -162,7 +162,9 @@ def rose(command: Command) -> Iterator[str]:
 
 def make(command: Command) -> Iterator[str]:
     text = (ROOT / "Makefile").read_text()
-    read = "".join(path.read_text() for path in ROOT.glob("scripts/*") if path.suffix == "")
+    read = "".join(
+        path.read_text() for path in ROOT.glob("scripts/*") if path.is_file() and not path.suffix
+    )
     for word in command.words[1:]:
         name, given, _ = word.partition("=")
         variable = re.search(rf"\$\({name}\)", text) or re.search(rf"\${{{name}[:}}]", read)

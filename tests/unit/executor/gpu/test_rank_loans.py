@@ -20,6 +20,7 @@ from executor.guest.kv_balloon import GuestKv
 from executor.host.kv_lender import HostLender
 from executor.kv.lending import LendingLimits
 from executor.kv.rank_pages import RankPager, RankPages
+from executor.kv.shrink_plan import KvGroup
 from executor.vllm.host.kv_lender import CudaLendingPool, SkipPolicy
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
@@ -80,9 +81,10 @@ class Pair:
         pool = CudaLendingPool(
             self.host.manager.block_pool, self.host.pages.granules, self.host.pages
         )
-        hold = SkipPolicy(BLOCK_TOKENS, 0, 512)
+        groups = [KvGroup(BLOCK_TOKENS)]
+        hold = SkipPolicy(groups, 0, 512)
         limits = LendingLimits(RESERVE / GRANULES)
-        self.lender = HostLender(pool, limits, BLOCK_TOKENS, hold, **clock)
+        self.lender = HostLender(pool, limits, groups, hold, **clock)
         balloon = BalloonedPool(
             self.guest.manager.block_pool, self.guest.pages.granules, self.guest.pages
         )
