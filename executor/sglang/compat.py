@@ -147,14 +147,16 @@ def client_request_id(engine_request_id: str) -> str:
     return engine_request_id
 
 
-def own_devices(ranks: int) -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs of an engine's `ranks` ranks; empty on a CPU or if unknown."""
+def own_devices(arguments: Any) -> tuple[str, ...]:  # noqa: ANN401 -- SGLang's
+    """Return the UUIDs of the GPUs of an engine's ranks; empty on a CPU or if unknown."""
     import torch
 
     if not torch.cuda.is_available():
         return ()
     try:
-        found = [torch.cuda.get_device_properties(rank).uuid for rank in range(ranks)]
+        first, step = int(arguments.base_gpu_id), int(arguments.gpu_id_step)
+        numbers = range(first, first + int(arguments.tp_size) * step, step)
+        found = [torch.cuda.get_device_properties(number).uuid for number in numbers]
     except Exception:  # noqa: BLE001 -- of whatever driver there is; without UUIDs nobody comes
         return ()
     return tuple(f"GPU-{str(uuid).removeprefix('GPU-')}" for uuid in found)

@@ -235,7 +235,7 @@ def kv_pages(
     blocks = int(allocator.size) // page_tokens + 1
     tensors = _tensors(allocator.get_kvcache())
     reservation = _reservation(tensors)
-    wrong = _lacking(tensors, reservation, backend)
+    wrong = _lacking(tensors, reservation, backend, blocks * page_tokens)
     extents = [] if wrong is not None else [_extent(tensor, page_tokens) for tensor in tensors]
     of_granule = common(_granule_blocks(extents, reservation) if extents else 0)
     if wrong is None and not of_granule:
@@ -281,7 +281,12 @@ def _tensors(pool: Any) -> list[Any]:  # noqa: ANN401 -- SGLang's pool, torch's 
     return [*keys, *values]
 
 
-def _lacking(tensors: Sequence[Any], reservation: Reservation | None, backend: str) -> str | None:
+def _lacking(
+    tensors: Sequence[Any],
+    reservation: Reservation | None,
+    backend: str,
+    slots: int,
+) -> str | None:
     """Return the reason why the pages cannot be given back, None if they can."""
     if not tensors:
         return "this model's KV cache is of a kind whose layout ROSE does not know"
@@ -295,7 +300,8 @@ def _lacking(tensors: Sequence[Any], reservation: Reservation | None, backend: s
             f"the KV cache on {device} is in memory that ROSE did not reserve; set"
             " ROSE_KV_BACKEND=cuda"
         )
-    if not all(tensor.is_contiguous() for tensor in tensors):
+    # A row of fewer is a block: heads lie before its tokens.
+    if not all(t.is_contiguous() and t.numel() >= slots * t.stride(0) for t in tensors):
         return "the KV cache does not lie slot after slot"
     return None
 

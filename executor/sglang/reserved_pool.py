@@ -23,6 +23,7 @@ from executor.cuda.backing import as_tensor, whole
 from executor.cuda.driver import Driver, open_driver
 from executor.cuda.kv_memory import reserve_kv
 from executor.engine_settings import CUDA, GUEST, HOST, LEND, EngineSettings
+from executor.errors import ExecutorError
 from executor.sglang import surfaces
 from executor.sglang.compat import Hook, check_version
 
@@ -87,6 +88,16 @@ class _Parts(TorchFunctionMode):
         return (2, -(-shape[1] // rows) * rows, *shape[2:])
 
 
+def _known(size: int) -> int:
+    """Return `size`. Raises ExecutorError for 0: then SGLang allocates its KV cache later."""
+    if not size:
+        raise ExecutorError(
+            "SGLang sizes its KV cache later; unset SGLANG_ENABLE_POST_CAPTURE_KV_SIZING, or"
+            " ROSE_KV_BACKEND"
+        )
+    return size
+
+
 class ReservedBuffers:
     """Hook around `_create_buffers` of SGLang's KV pools: their buffers lie in a reservation.
 
@@ -118,7 +129,7 @@ class ReservedBuffers:
             parts = self.device_type, driver.granularity, int(pool.page_size)
             with _Parts(*parts) as sizes:
                 original(pool, *a, **named)
-            memory = self.memory(driver, sizes.end)
+            memory = self.memory(driver, _known(sizes.end))
         except Exception as error:
             if self._settings.role != HOST:
                 raise

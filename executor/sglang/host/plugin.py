@@ -224,7 +224,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
     def _identity(self) -> tuple[str, tuple[str, ...]]:
         arguments = self._scheduler.server_args
         name = arguments.served_model_name or arguments.model_path
-        return str(name), own_devices(int(arguments.tp_size))
+        return str(name), own_devices(arguments)
 
     def _demand(self) -> tuple[int, int]:
         scheduler, observer = self._scheduler, self._observer

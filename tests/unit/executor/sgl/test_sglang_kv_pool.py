@@ -145,7 +145,16 @@ def test_pages_of_a_cache_in_host_memory_are_measured_to_be_gone() -> None:
     assert bool((keys[kept.start : kept.stop] == 1.0).all()), "granule 0 is never touched"
 
 
-@pytest.mark.parametrize("pool", [SimpleNamespace(), SimpleNamespace(k_buffer=None, v_buffer=None)])
+def rows_of_blocks() -> Any:
+    """Return a pool whose rows are blocks of several slots, with heads before tokens."""
+    rows = [torch.zeros(3, 2, 4, 8)]
+    return SimpleNamespace(k_buffer=rows, v_buffer=rows)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [SimpleNamespace(), SimpleNamespace(k_buffer=None, v_buffer=None), rows_of_blocks()],
+)
 def test_a_cache_of_another_kind_is_left_alone_and_claims_nothing(pool: Any) -> None:
     allocator = TokenToKVPoolAllocator(8, pool)
     pages, _ = kv_pages(allocator)
