@@ -423,7 +423,6 @@ class Guest(Replica):
             self._parts.logs.samples,
             self._events,
             self._orders.caps,
-            ranks=config.ranks,
         )
         host.guarded = True
         self.guard.start()
@@ -441,6 +440,10 @@ class Guest(Replica):
     @property
     def name(self) -> str:
         return self.config.id
+
+    @property
+    def ranks(self) -> int:
+        return self.config.ranks
 
     @property
     def warming(self) -> bool:

@@ -20,6 +20,7 @@ class LeasedGuest:
     name: str = "g"
     lease: Callable[[], int | None] = lambda: 1
     warming: bool = False
+    ranks: int = 1
     asked: list[object] = field(default_factory=list)
     on_broken: Callable[[], object] = lambda: None
 

@@ -111,6 +111,10 @@ class GuardedGuest(Protocol):
     def warming(self) -> bool:
         """True while this daemon starts the guest's engine, before it takes turns."""
 
+    @property
+    def ranks(self) -> int:
+        """Number of the guest's ranks: the page has the memory of one of them."""
+
     def lease_epoch(self) -> int | None:
         """Return the epoch of the guest's unexpired lease, None without one."""
 
@@ -149,17 +153,16 @@ class GuardThread:
         events: EventLog,
         caps: SchedulerCaps | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
-        ranks: int = 1,
     ) -> None:
         """Prepare the thread without starting it.
 
-        ranks: number of the guest's ranks. Sections of the page have the memory of one rank and one
-        GPU, everything here that of all. caps: the scheduler's capacity caps; without them nothing
-        is capped. events, samples: logs whose writes must not wait for a disk.
+        Sections of the page have the memory of one rank and one GPU, everything here that of all.
+        caps: the scheduler's capacity caps; without them nothing is capped. events, samples: logs
+        whose writes must not wait for a disk.
         """
         self._guest = guest
         self._name = guest.name
-        self._page, self._gpus, self._ranks = host.page, host.gpus, ranks
+        self._page, self._gpus, self._ranks = host.page, host.gpus, guest.ranks
         self._core = core
         self._kill_switch = kill_switch
         self._process = HostProcess(host.pid)

@@ -23,7 +23,7 @@ from rose.node.guest.memory_gauges import DRIVER, ENGINE_BYTES, PAGE, DeviceMemo
 from rose.node.orders import SchedulerCaps
 from rose.nvml import Card, CardError, Client
 from tests.fakes.cuda.nvml import StandInReader, card
-from tests.fakes.guarded_guest import guard_thread
+from tests.fakes.guarded_guest import LeasedGuest, guard_thread
 from tests.harness.seated_host import SeatedHost
 
 GIB = 1 << 30
@@ -452,7 +452,7 @@ def test_a_guests_limits_count_the_memory_of_all_its_ranks(
         config=GuardConfig(512, 64, kv_base_bytes=ranks * 8 * MIB),
         caps=caps,
         gpus=gpus,
-        ranks=ranks,
+        guest=LeasedGuest(ranks=ranks),
     )
     host.tell(granules_total=200, granules_lent=100, bytes_lent=100 * MIB)
     page.guest.write(
