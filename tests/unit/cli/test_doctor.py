@@ -276,6 +276,8 @@ async def test_a_host_that_lacks_an_engine_core_is_named(bench: NodeBench) -> No
     seat = bench.page.take_host(core=0, cores=2)
     assert "engine core 1 of 2 does not publish" in (await wrongs(bench))["host seat"]
     other = bench.page.take_host(core=1, cores=2)
+    for each in (seat, other):
+        each.start()
     found = await findings(bench)
     assert {found["host seat"].level, found["host heartbeat"].level} == {Severity.OK}
     for each in (seat, other):

@@ -46,7 +46,8 @@ def test_kinds_of_layers_are_those_that_the_checkpoint_names(
     [
         (EngineKind.VLLM, "cuda", None),
         (EngineKind.VLLM, "auto", "kv_backend is auto: it gives no KV memory of a GPU back"),
-        (EngineKind.SGLANG, "auto", "ROSE does not reserve its memory on a GPU"),
+        (EngineKind.SGLANG, "auto", "kv_backend is auto: it gives no KV memory of a GPU back"),
+        (EngineKind.SGLANG, "cuda", None),
     ],
 )
 def test_memory_of_a_gpu_comes_back_where_it_is_reserved(
