@@ -156,6 +156,7 @@ class _LentGuest:
     guard_broke: Callable[[], None]
     stalled: Callable[[str], None]
     warming: bool = False
+    ranks: int = 1
 
     def boost(self, *, on: bool) -> None:
         """Leave the priority as it is."""
