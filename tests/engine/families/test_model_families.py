@@ -94,6 +94,7 @@ def test_a_mechanism_is_proven_or_refused(family: str, tried: Tried) -> None:
     insist(tried[family])
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", KV_MECHANISMS)
 def test_a_kind_of_kv_cache_is_lent_and_given_back(family: str, kv_tried: Tried) -> None:
