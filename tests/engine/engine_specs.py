@@ -46,7 +46,7 @@ RANKED_GUEST = PoolSpec(
     stream_interval=4,
     args=(
         *(TOKENS_ONLY, "--generation-config=vllm", *RANKS),
-        "--worker-cls=gated_cpu_worker.GatedCpuWorker",
+        "--worker-cls=tests.engine.guest.gated_cpu_worker.GatedCpuWorker",
     ),
     environ=(("ROSE_GATED_START", "1"),),
 )
