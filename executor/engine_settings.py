@@ -57,6 +57,16 @@ class EngineSettings:
     page_group: str = ""
     found: bool = False
 
+    @property
+    def lends(self) -> bool:
+        """True for a host that may lend KV memory."""
+        return (self.role, self.level) == (HOST, LEND)
+
+    @property
+    def moves_pages(self) -> bool:
+        """True for an engine whose KV pages come and go: a guest, or a host that may lend."""
+        return self.role == GUEST or self.lends
+
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
         """Return the settings in the environment's ROSE_* variables; a missing one has its default.

@@ -10,7 +10,7 @@ from executor.cuda.backing import Reservation
 from executor.cuda.driver import Driver
 from executor.cuda.page_pool import PageClient, PagePool, PageSource
 from executor.cuda.page_server import PageServer
-from executor.engine_settings import GUEST, HOST, LEND, EngineSettings
+from executor.engine_settings import GUEST, EngineSettings
 from executor.errors import LoanError
 from executor.kv.backing import Extent, blocks_of_runs, of_two_blocks
 
@@ -61,7 +61,7 @@ def page_source(settings: EngineSettings, driver: Driver, ranks: int = 1) -> Pag
         path = of_gpu
     if guest:
         return PageClient(driver, page_bytes, path, pool)
-    if (settings.role, settings.level) != (HOST, LEND):
+    if not settings.lends:
         return pool
     try:
         return PageServer(driver, page_bytes, path, pool)

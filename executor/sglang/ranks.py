@@ -13,15 +13,14 @@ which SGLang's first rank broadcasts anyway.
 
 import os
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, Self
-
-import torch.distributed
+from typing import Any, NamedTuple
 
 from executor.engine_settings import AUTO
 from executor.errors import ExecutorError, RankError
 from executor.kv.backing import NoPages, PageBackend
 from executor.kv.rank_pages import CommonGranule, Operation, RankPager, RankPages
 from executor.kv.shrink_plan import Granules
+from executor.rank_group import Ranks
 from executor.sglang.kv_pool import Change, kv_pages
 
 Check = Callable[[PageBackend, Granules], None]
@@ -38,47 +37,6 @@ class RankMessage(NamedTuple):
     operations: tuple[Operation, ...] = ()
     tokens: int = 0
     sequences: int = 0
-
-
-class Ranks:
-    """Tensor-parallel ranks of an engine, as one of them sees them.
-
-    Each method is called by all ranks, in the same order. It raises RuntimeError when another rank
-    ends.
-    """
-
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, first: int = 0) -> None:  # noqa: ANN401 -- torch's
-        """Take the group's process group on the CPU, of which `first` is the first global rank."""
-        self.rank = rank
-        self.size = size
-        self._group = group
-        self._first = first
-
-    @classmethod
-    def of(cls, group: Any) -> Self:  # noqa: ANN401 -- SGLang's GroupCoordinator
-        """Return the ranks of SGLang's tensor-parallel group."""
-        ranks = group.ranks
-        return cls(int(group.rank_in_group), len(ranks), group.cpu_group, int(ranks[0]))
-
-    @property
-    def follows(self) -> bool:
-        """True on all ranks but the first."""
-        return self.rank > 0
-
-    def agree(self, value: Any = None) -> Any:  # noqa: ANN401 -- of any picklable type
-        """Return the first rank's value."""
-        if self.size == 1:
-            return value
-        said = [value]
-        torch.distributed.broadcast_object_list(said, src=self._first, group=self._group)
-        return said[0]
-
-    def gather(self, value: Any) -> list[Any]:  # noqa: ANN401 -- of any picklable type
-        """Return the values of all ranks, by rank."""
-        every: list[Any] = [value] * self.size
-        if self.size > 1:
-            torch.distributed.all_gather_object(every, value, group=self._group)
-        return every
 
 
 class FollowedPages(NoPages):

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from executor.cuda.backing import as_tensor, whole
 from executor.cuda.driver import Driver, open_driver
 from executor.cuda.kv_memory import reserve_kv
-from executor.engine_settings import CUDA, GUEST, HOST, LEND, EngineSettings
+from executor.engine_settings import CUDA, HOST, EngineSettings
 from executor.errors import ExecutorError
 from executor.sglang import surfaces
 from executor.sglang.compat import Hook, check_version
@@ -113,9 +113,7 @@ class ReservedBuffers:
     @property
     def hooks(self) -> Mapping[str, Hook]:
         """Hooks by the full names of the functions that they are set around; {} if none is."""
-        settings = self._settings
-        moves = settings.role == GUEST or (settings.role, settings.level) == (HOST, LEND)
-        if not moves or settings.kv_backend != CUDA:
+        if not self._settings.moves_pages or self._settings.kv_backend != CUDA:
             return {}
         return dict.fromkeys((f"{_MODULE}.{pool}._create_buffers" for pool in POOLS), self)
 

@@ -14,20 +14,17 @@ import os
 from typing import Any, Final
 
 import torch
-import torch.distributed
 
-from executor.engine_settings import GUEST, HOST, LEND, EngineSettings
+from executor.engine_settings import HOST, EngineSettings
 from executor.guest.gate_client import StartGate
 from executor.kv.backing import NoPages, PageBackend
 from executor.kv.rank_pages import CommonGranule, RankPager
+from executor.rank_group import Ranks, wait_together
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.probes import check_addresses
 
 OPERATIONS: Final = "rose_page_operations"
 """Attribute of a step's SchedulerOutput: the operations that each rank carries out before it."""
-# The other ranks of a group hear of a start that waits at least this often: a collective of torch
-# has a deadline.
-GATE_NEWS_S: Final = 10.0
 
 _log = logging.getLogger("vllm.rose.worker")
 
@@ -68,9 +65,8 @@ class RankedWorker:
         """
         result = super().compile_or_warm_up_model()  # type: ignore[misc]
         settings = EngineSettings.from_environ(os.environ)
-        moves = settings.role == GUEST or (settings.role, settings.level) == (HOST, LEND)
         parallel = self.vllm_config.parallel_config
-        if moves and parallel.distributed_executor_backend == "mp":
+        if settings.moves_pages and parallel.distributed_executor_backend == "mp":
             try:
                 self.pager = self._make_pager(settings, parallel.world_size)
             except Exception as error:  # noqa: BLE001 -- whatever it is, the host starts
@@ -101,11 +97,7 @@ def _gather(value: int) -> list[int]:
     """Return the values of all ranks."""
     from vllm.distributed.parallel_state import get_world_group
 
-    group = get_world_group()
-    every: list[int] = [value] * group.world_size
-    if group.world_size > 1:
-        torch.distributed.all_gather_object(every, value, group=group.cpu_group)
-    return every
+    return Ranks.of(get_world_group()).gather(value)
 
 
 class GatedStart:
@@ -147,23 +139,5 @@ def _pass(gate: StartGate) -> None:
         return
     from vllm.distributed import parallel_state
 
-    group = (
-        parallel_state.get_tp_group() if parallel_state.model_parallel_is_initialized() else None
-    )
-    if group is None or group.world_size == 1:
-        gate.wait()
-    else:
-        wait_together(gate, group.rank_in_group, group.ranks[0], group.cpu_group)
-
-
-def wait_together(gate: StartGate, rank: int, first: int, group: Any) -> None:  # noqa: ANN401 -- torch's
-    """Block a group's ranks until the gate opens, which its rank 0 alone asks.
-
-    rank: of this process within the group. first: global rank of the group's rank 0.
-    """
-    opened = torch.zeros(1, dtype=torch.int8)
-    while not opened:
-        if rank == 0:
-            opened.fill_(gate.wait(GATE_NEWS_S))
-        torch.distributed.broadcast(opened, src=first, group=group)
-    gate.passes += rank > 0
+    initialized = parallel_state.model_parallel_is_initialized()
+    wait_together(gate, Ranks.of(parallel_state.get_tp_group()) if initialized else Ranks())

@@ -54,4 +54,6 @@ def _kinds(model_dir: Path) -> Iterator[str]:
 
 def _layers(text: Mapping[str, Any]) -> set[str]:
     named = [text.get(name) for name in ("layer_types", "layers_block_type")]
-    return {kind for each in named if isinstance(each, list) for kind in each if str(kind) == kind}
+    return {
+        kind for each in named if isinstance(each, list) for kind in each if isinstance(kind, str)
+    }

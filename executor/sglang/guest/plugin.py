@@ -37,6 +37,7 @@ from executor.guest.gate_client import EngineLoad, StartGate
 from executor.guest.plugin import GuestPlugin, watch
 from executor.kv.rank_pages import RankPager
 from executor.kv.shrink_plan import Rollout
+from executor.rank_group import Ranks, wait_together
 from executor.sglang import surfaces
 from executor.sglang.compat import (
     GUEST_NEEDED,
@@ -52,7 +53,7 @@ from executor.sglang.compat import (
     stamp,
 )
 from executor.sglang.kv_pool import BalloonedAllocator, Change, ChangeKind
-from executor.sglang.ranks import RankMessage, Ranks, rank_memory
+from executor.sglang.ranks import RankMessage, rank_memory
 from executor.sglang.reserved_pool import ReservedBuffers
 
 _SLEEPER: Final = "sglang.srt.managers.scheduler_components.idle_sleeper.IdleSleeper.maybe_sleep"
@@ -63,8 +64,6 @@ _ALLOCATORS: Final = (
 _RUNNER: Final = "sglang.srt.model_executor.model_runner.ModelRunner.forward"
 IDLE_POLL_MS: Final = 10
 IDLE_ROUNDS: Final = 100
-# Ranks hear of a start that waits at least this often: a collective of torch has a deadline.
-GATE_NEWS_S: Final = 10.0
 # Share of the prefix cache that is dropped at once, so that a large one is not asked often.
 FORGET_SHARE: Final = 1 / 8
 
@@ -418,13 +417,6 @@ class GuestHooks:
         if self._guest is None and self._start is not None:
             wait_together(self._start, Ranks.of(runner.tp_group))
         return original(runner, *a, **named)
-
-
-def wait_together(start: StartGate, ranks: Ranks) -> None:
-    """Block all ranks until the gate of the start opens, which the first of them asks."""
-    while not ranks.agree(ranks.follows or start.wait(GATE_NEWS_S)):
-        pass
-    start.passes += ranks.follows
 
 
 def register() -> None:

@@ -32,9 +32,10 @@ from executor.kv.backing import PageBackend
 from executor.kv.lending import KvFree, LendingLimits
 from executor.kv.rank_pages import RankPager
 from executor.kv.shrink_plan import Granules, KvGroup
+from executor.rank_group import Ranks
 from executor.sglang.compat import LENDING_NEEDED, check_features
 from executor.sglang.kv_pool import BalloonedAllocator, Change, ChangeKind, Forget
-from executor.sglang.ranks import Ranks, rank_memory
+from executor.sglang.ranks import rank_memory
 
 # A search for free granules looks at every free block, so one that found too few is not repeated in
 # every step.

@@ -33,6 +33,7 @@ from executor.errors import ExecutorError
 from executor.host.kv_lender import HostLender
 from executor.host.plugin import KEEPS, SERVES_ON, HostPlugin, LatencyWriter, lending_limits
 from executor.kv.rank_pages import RankPager
+from executor.rank_group import Ranks
 from executor.sglang import surfaces
 from executor.sglang.compat import (
     HOST_NEEDED,
@@ -55,7 +56,7 @@ from executor.sglang.host.kv_lender import (
 )
 from executor.sglang.host.state_publisher import BatchPublisher
 from executor.sglang.kv_pool import Change, ChangeKind
-from executor.sglang.ranks import RankMessage, Ranks
+from executor.sglang.ranks import RankMessage
 from executor.sglang.reserved_pool import ReservedBuffers
 
 TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager"

@@ -298,7 +298,7 @@ def _server() -> Server:
     here = (
         f"{len(found)} servers of yours run here ({running})"
         if found
-        else ("no vLLM or SGLang server of yours runs here")
+        else "no vLLM or SGLang server of yours runs here"
     )
     raise ConfigError(f"{here}; name the model of one to start by --host-model")
 

@@ -4,14 +4,12 @@
 `KvOutcome`. An engine starts in a process forked from this one, which has imported vLLM once.
 """
 
-import json
 import os
 import random
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from executor import ControlPage, Grant, GrantMode
 from executor.guest import plugin
 from executor.guest.gate_client import GateClient
 from executor.guest.kv_balloon import GuestKv
-from tests.engine.families.family_updates import ENVIRONMENT, UNIPROC
+from tests.engine.families.family_updates import ENVIRONMENT, UNIPROC, import_engine, try_each
 from tests.engine.families.tiny_families import make_family
 from tests.harness.seated_host import SeatedHost
 
@@ -297,35 +295,8 @@ def outcome(family: str, folder: Path) -> KvOutcome:
 def main(folder: Path, families: list[str]) -> None:
     # Random ids would order requests that are handed back together, and with them the next steps.
     os.environ.update(ENVIRONMENT, VLLM_PLUGINS="", VLLM_DISABLE_REQUEST_ID_RANDOMIZATION="1")
-    import torch
-    import vllm
-    from vllm.model_executor.models import registry
-
-    torch.set_num_threads(1)
-    # Forked processes inspect models themselves rather than start a Python for it.
-    registry._run_in_subprocess = lambda run: run()
-    assert vllm.LLM
-    for family in families:
-        child = os.fork()
-        if not child:
-            work = folder / family
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            try:
-                result = outcome(family, work)
-            except BaseException as error:
-                import traceback
-
-                traceback.print_exc()
-                text = str(error).splitlines() or [""]
-                result = KvOutcome(family, host=f"{type(error).__name__}: {text[0]}")
-            shutil.rmtree(work)
-            (folder / f"{family}.kv.json").write_text(json.dumps(asdict(result)))
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            ended = KvOutcome(family, host=f"its process ended with {status}")
-            (folder / f"{family}.kv.json").write_text(json.dumps(asdict(ended)))
+    import_engine()
+    try_each(families, folder, ".kv.json", outcome, lambda f, line: KvOutcome(f, host=line))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import re
 import shutil
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,21 +225,29 @@ def fresh_answers(
     return engine.answers()
 
 
-def main(folder: Path, families: list[str]) -> None:
-    os.environ.update(ENVIRONMENT)
+def import_engine() -> None:
+    """Import vLLM, so that processes forked from this one have it."""
     import torch
     import vllm
     from vllm.model_executor.models import registry
 
-    from weight_transfer.apply.staging import warm_kernels
-
     torch.set_num_threads(1)
     # Forked processes inspect models themselves rather than start a Python for it.
     registry._run_in_subprocess = lambda run: run()
-    samples = (("bfloat16", np.uint16), ("float32", np.uint32), ("uint8", np.uint8))
-    zeros = {d: TensorBits(d, d, (64, 64), np.zeros(4096, bits)) for d, bits in samples}
-    warm_kernels(zeros, torch.device("cpu"))
     assert vllm.LLM
+
+
+def try_each(
+    families: list[str],
+    folder: Path,
+    suffix: str,
+    outcome: Callable[[str, Path], Any],
+    failed: Callable[[str, str], Any],
+) -> None:
+    """Write FOLDER/FAMILY<suffix> for each family: its outcome, found in a forked process.
+
+    failed: makes the outcome of a family and an error's line.
+    """
     for family in families:
         child = os.fork()
         if not child:
@@ -247,15 +257,29 @@ def main(folder: Path, families: list[str]) -> None:
             try:
                 result = outcome(family, work)
             except BaseException as error:
+                traceback.print_exc()
                 text = str(error).splitlines() or [""]
-                result = Outcome(family, refused=f"{type(error).__name__}: {text[0]}")
+                result = failed(family, f"{type(error).__name__}: {text[0]}")
             shutil.rmtree(work)
-            (folder / f"{family}.json").write_text(json.dumps(asdict(result)))
+            (folder / f"{family}{suffix}").write_text(json.dumps(asdict(result)))
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status:
-            ended = Outcome(family, refused=f"its process ended with {status}")
-            (folder / f"{family}.json").write_text(json.dumps(asdict(ended)))
+            ended = failed(family, f"its process ended with {status}")
+            (folder / f"{family}{suffix}").write_text(json.dumps(asdict(ended)))
+
+
+def main(folder: Path, families: list[str]) -> None:
+    os.environ.update(ENVIRONMENT)
+    import torch
+
+    from weight_transfer.apply.staging import warm_kernels
+
+    import_engine()
+    samples = (("bfloat16", np.uint16), ("float32", np.uint32), ("uint8", np.uint8))
+    zeros = {d: TensorBits(d, d, (64, 64), np.zeros(4096, bits)) for d, bits in samples}
+    warm_kernels(zeros, torch.device("cpu"))
+    try_each(families, folder, ".json", outcome, lambda f, line: Outcome(f, refused=line))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -51,20 +52,22 @@ class Runs:
     said: str
 
 
-def start(model: Path, *page: Path) -> "subprocess.Popen[str]":
+def start(
+    model: Path, *page: Path, rose: Mapping[str, str] = ROSE, **more: str
+) -> "subprocess.Popen[str]":
     script = Path(__file__).with_name("exact_host.py")
-    rose = ROSE | {"ROSE_CONTROL_PAGE": str(page[0])} if page else {}
+    told = {**rose, "ROSE_CONTROL_PAGE": str(page[0])} if page else {}
     return subprocess.Popen(
         [sys.executable, str(script), str(model), *map(str, page)],
-        env={**os.environ, **ENVIRONMENT, **rose},
+        env={**os.environ, **ENVIRONMENT, **more, **told},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
 
 
-def result(process: "subprocess.Popen[str]") -> tuple[dict[str, Any], str]:
-    said, told, result = process.communicate(timeout=800)[0].partition("\nRESULT ")
+def result(process: "subprocess.Popen[str]", most_s: float = 800) -> tuple[dict[str, Any], str]:
+    said, told, result = process.communicate(timeout=most_s)[0].partition("\nRESULT ")
     assert told, said[-4000:]
     found: dict[str, Any] = json.loads(result.splitlines()[0])
     return found, said

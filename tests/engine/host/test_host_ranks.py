@@ -1,10 +1,6 @@
 """A real host over two ranks that lends KV memory of both, and generates what stock vLLM does."""
 
-import json
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +8,7 @@ from typing import Any
 
 import pytest
 from engine_starts import EngineStarts
-from test_host_exact import ENVIRONMENT, ROSE
+from test_host_exact import ROSE, result, start
 from tiny_model import save_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -32,21 +28,11 @@ class Runs:
 
 
 def run(model: Path, *page: Path) -> tuple[dict[str, Any], str]:
-    script = Path(__file__).with_name("exact_host.py")
-    rose = LEND | {"ROSE_CONTROL_PAGE": str(page[0])} if page else {}
-    done = subprocess.run(
-        [sys.executable, str(script), str(model), *map(str, page)],
-        env={**os.environ, **ENVIRONMENT, **RANKS, **rose},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    said, told, result = done.stdout.partition("\nRESULT ")
-    assert told, said[-4000:]
-    found: dict[str, Any] = json.loads(result.splitlines()[0])
-    return found, said
+    with start(model, *page, rose=LEND, **RANKS) as process:
+        try:
+            return result(process, 400)
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
+import executor.rank_group as rank_group
 from executor import ControlPage, Grant, GrantMode
 from executor.guest.gate_client import EXIT_BROKEN, GrantLiveness, StartGate, Watchdog
-from executor.vllm import rank_worker
 from tests.harness.seated_host import SeatedHost
 
 RANKS, BUSY_S, PASSES = 2, 1.5, 3
@@ -30,13 +30,13 @@ def start(rank: int, page: str, meeting: str, told: "multiprocessing.queues.Queu
         timeout=timedelta(seconds=60),
     )
     group = torch.distributed.group.WORLD
-    rank_worker.GATE_NEWS_S = 0.2  # type: ignore[misc]
+    rank_group.GATE_NEWS_S = 0.2  # type: ignore[misc]
     gate = StartGate(ControlPage.open(Path(page)))
     torch.distributed.barrier()
     told.put("ready")
     began_s, computed_s = time.monotonic(), time.process_time()
     for _ in range(PASSES):
-        rank_worker.wait_together(gate, rank, 0, group)
+        rank_group.wait_together(gate, rank_group.Ranks(rank, RANKS, group))
     ended_s = time.monotonic()
     told.put((rank, gate.passes, ended_s - began_s, time.process_time() - computed_s))
     torch.distributed.barrier()

@@ -37,9 +37,10 @@ from executor import ControlPage, Grant, GrantMode
 from executor.engine_settings import EngineSettings
 from executor.errors import ExecutorError, RankError
 from executor.kv.backing import HostPages, Range, resident_bytes
-from executor.sglang.guest.plugin import GuestScheduler, wait_together
+from executor.rank_group import Ranks, wait_together
+from executor.sglang.guest.plugin import GuestScheduler
 from executor.sglang.host.plugin import HostHooks
-from executor.sglang.ranks import Ranks, rank_memory
+from executor.sglang.ranks import rank_memory
 from tests.fakes.cuda.driver import PAGE, StandInDevice
 from tests.fakes.sglang_scheduler import StandInPool, StandInRequest, StandInScheduler
 from tests.harness.seated_host import SeatedHost
