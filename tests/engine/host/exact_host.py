@@ -9,6 +9,7 @@ start on or never.
 import json
 import os
 import random
+import shutil
 import struct
 import sys
 import threading
@@ -143,8 +144,8 @@ def stale(page: Path) -> None:
 
 
 def no_folder(page: Path) -> None:
-    page.unlink(missing_ok=True)
-    page.parent.rmdir()
+    # The page, and the host's description beside it.
+    shutil.rmtree(page.parent)
 
 
 def open_to_others(page: Path) -> None:
