@@ -57,7 +57,10 @@ class DefaultPort(IntEnum):
 
 # Below the ports that the kernel assigns by itself (from 32,768 on Linux): any connection could
 # take one of those before the caller listens on it.
-_FREE = range(10_000, 18_000)
+FREE = range(10_000, 18_000)
+
+# Free but promised: who asked for one may not listen on it yet.
+_promised: set[int] = set()
 
 # The end of a killed process takes milliseconds, on a busy machine a second.
 PATIENCE_S = 2.0
@@ -67,19 +70,25 @@ _AGAIN_S = 0.02
 def free_ports(count: int) -> list[int]:
     """Return `count` different free ports of loopback, from 10,000 to 17,999.
 
-    Raises ConfigError if there are not so many.
+    This process gets none of them again before half of all were given. Raises ConfigError if there
+    are not so many.
     """
+    if len(_promised) > len(FREE) // 2:
+        _promised.clear()
     with ExitStack() as probes:
         found: list[int] = []
-        at = secrets.randbelow(len(_FREE))
-        for port in (*_FREE[at:], *_FREE[:at]):
+        at = secrets.randbelow(len(FREE))
+        for port in (*FREE[at:], *FREE[:at]):
             if len(found) == count:
+                _promised.update(found)
                 return found
+            if port in _promised:
+                continue
             probe = probes.enter_context(socket.socket())
             with suppress(OSError):
                 probe.bind(("127.0.0.1", port))
                 found.append(port)
-    raise ConfigError(f"{count} ports of {_FREE.start} to {_FREE.stop - 1} are not free here")
+    raise ConfigError(f"{count} ports of {FREE.start} to {FREE.stop - 1} are not free here")
 
 
 def free_port() -> int:

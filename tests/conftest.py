@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from executor.control_page.page import PAGE_FOLDER
+from rose import addresses
 
 # Imported modules stay: scanning them for garbage again and again takes a seventh of the time in
 # which
@@ -28,6 +29,11 @@ EXAMPLES = {"dev": 25, "ci": 100, "nightly": 1000}
 # Control pages are taken in memory alone, and tests make theirs in tmp_path: all folders of tests
 # are in memory. Only pytest reads this variable.
 os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", PAGE_FOLDER)
+
+# Each process of tests has ports of its own: a test of another could take one before it is used.
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_share = len(addresses.FREE) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+addresses.FREE = addresses.FREE[_worker * _share : (_worker + 1) * _share]
 
 for _name, _count in EXAMPLES.items():
     settings.register_profile(

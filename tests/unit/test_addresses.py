@@ -220,3 +220,13 @@ def test_nothing_else_calls_urlopen() -> None:
     """Another call of it would ask a proxy."""
     callers = [path for path in ROSE.rglob("*.py") if "urlopen(" in path.read_text()]
     assert callers == []
+
+
+def test_a_port_is_not_promised_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rose.addresses, "FREE", rose.addresses.FREE[-40:])
+    monkeypatch.setattr(rose.addresses, "_promised", set())
+    ports = [rose.addresses.free_port() for _ in range(20)]
+    assert len(set(ports)) == len(ports)
+    with pytest.raises(ConfigError, match="30 ports of"):
+        rose.addresses.free_ports(30)
+    assert rose.addresses.free_port()
