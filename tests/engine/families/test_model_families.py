@@ -14,28 +14,7 @@ from scripts.models_table import RUN, WORKS, kv_cells, results, weights_cell
 from tests.engine.families.family_kv import DRAFT
 from tests.engine.families.tiny_families import FAMILIES
 
-pytestmark = pytest.mark.engine
-
-MECHANISMS = {
-    "qwen3-moe": "experts",
-    "deepseek-v3": "latent attention, shared experts",
-    "gpt-oss": "attention sinks",
-    "qwen3-next": "linear attention",
-    "falcon-h1": "Mamba-2 beside attention",
-    "reward": "classifier",
-    "int8-channel": "packed weights",
-}
-"""One family of each mechanism, updated by `make test`; `make nightly` updates all."""
-
-KV_MECHANISMS = {
-    "gemma3": "six groups: sliding windows, full attention",
-    "llama4": "chunked local attention",
-    "qwen3-next": "states of linear attention",
-    "falcon-h1": "states of Mamba-2 beside attention in each layer",
-    "deepseek-v3": "latent attention",
-    DRAFT: "layers of two page sizes",
-}
-"""One family of each kind of KV cache."""
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 LONE = [family for family in FAMILIES if family != "llama-draft"]
 ALL = [*LONE, "qwen3-moe@2", "deepseek-v3@2"]
@@ -57,21 +36,11 @@ Tried = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
-    return run("family_updates", list(MECHANISMS), tmp_path_factory.mktemp("families"))
-
-
-@pytest.fixture(scope="module")
-def all_tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
     return run("family_updates", ALL, tmp_path_factory.mktemp("families"))
 
 
 @pytest.fixture(scope="module")
 def kv_tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
-    return run("family_kv", list(KV_MECHANISMS), tmp_path_factory.mktemp("kv"))
-
-
-@pytest.fixture(scope="module")
-def all_kv_tried(tmp_path_factory: pytest.TempPathFactory) -> Tried:
     return run("family_kv", [*LONE, DRAFT], tmp_path_factory.mktemp("kv"))
 
 
@@ -88,28 +57,11 @@ def insist_kv(outcome: dict[str, Any]) -> None:
             assert outcome[f"{part}_bytes"] > outcome["kv_bytes"] // 2, outcome
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", MECHANISMS)
-def test_a_mechanism_is_proven_or_refused(family: str, tried: Tried) -> None:
+@pytest.mark.parametrize("family", ALL)
+def test_a_family_is_proven_or_refused(family: str, tried: Tried) -> None:
     insist(tried[family])
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("family", KV_MECHANISMS)
-def test_a_kind_of_kv_cache_is_lent_and_given_back(family: str, kv_tried: Tried) -> None:
-    insist_kv(kv_tried[family])
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("family", ALL)
-def test_a_family_is_proven_or_refused(family: str, all_tried: Tried) -> None:
-    insist(all_tried[family])
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", [*LONE, DRAFT])
-def test_a_familys_kv_memory_is_lent_and_given_back(family: str, all_kv_tried: Tried) -> None:
-    insist_kv(all_kv_tried[family])
+def test_a_familys_kv_memory_is_lent_and_given_back(family: str, kv_tried: Tried) -> None:
+    insist_kv(kv_tried[family])

@@ -23,7 +23,7 @@ from bench.gpu.machine import MARK
 from tests.harness.processes import left_behind
 from tests.harness.waiting import until
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[3]
 OTHER_VLLM = "ROSE_VLLM25_PYTHON"
@@ -153,7 +153,6 @@ def test_an_engine_that_dies_in_an_arm_is_one_line_and_nothing_is_left(run: Rehe
     assert not left_behind(MARK, str(run.runner))
 
 
-@pytest.mark.nightly
 @pytest.mark.skipif(
     OTHER_VLLM not in os.environ, reason=f"{OTHER_VLLM} names no Python with vLLM 0.25"
 )
