@@ -57,7 +57,8 @@ class SlowOrigin:
         self.break_after: dict[str, int] = {}
         """Number of a chunk's bytes after which its next connection breaks."""
         self.go_on: asyncio.Event | None = None
-        """While it is not set, the last third of a chunk is held back."""
+        """While it is not set, a chunk is held back from `held_from` of its bytes on."""
+        self.held_from = 2 / 3
         self._port = port
         self._runner: web.AppRunner | None = None
 
@@ -86,7 +87,7 @@ class SlowOrigin:
         await response.prepare(request)
         stop = self.break_after.pop(name, len(body))
         for start in range(at, len(body), PIECE_BYTES):
-            if self.go_on and start > len(body) * 2 // 3:
+            if self.go_on and start >= len(body) * self.held_from:
                 await self.go_on.wait()
             piece = body[start : min(start + PIECE_BYTES, stop)]
             if not piece:

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 from cluster_cases import CHUNK_BYTES, CHUNKS, PIECE_BYTES, SlowCluster, received, tensors
 from msgspec import structs
 
+from rose.addresses import free_ports
 from rose.weight_distribution.credentials import Credentials
 from tests.harness.waiting import PATIENCE_S, until_async
 from tests.harness.weight_peers import KEY, serving
@@ -23,10 +24,8 @@ from weight_transfer.fetch import fetcher as fetcher_module
 
 
 @pytest.fixture
-async def cluster(
-    tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
-) -> AsyncIterator[SlowCluster]:
-    cluster = SlowCluster(tmp_path, [unused_tcp_port_factory() for _ in range(5)], chunks=9)
+async def cluster(tmp_path: Path) -> AsyncIterator[SlowCluster]:
+    cluster = SlowCluster(tmp_path, free_ports(5), chunks=9)
     await cluster.start()
     yield cluster
     await cluster.close()
@@ -170,16 +169,12 @@ async def test_callers_without_the_token_get_nothing(cluster: SlowCluster) -> No
 @pytest.mark.parametrize("role", ["publisher", "relay", "receiver"])
 @pytest.mark.parametrize("boundary", range(CHUNKS + 1))
 async def test_whoever_dies_at_a_boundary_all_end_bit_exact(
-    role: str,
-    boundary: int,
-    tmp_path: Path,
-    unused_tcp_port_factory: Callable[[], int],
-    monkeypatch: pytest.MonkeyPatch,
+    role: str, boundary: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Publisher, relay or receiver dies at any chunk's boundary: each byte is sent once."""
     monkeypatch.setattr(fetcher_module, "PARALLEL_CHUNKS", 1)
     monkeypatch.setattr(serve_module, "IN_LINE_S", 0.2)
-    cluster = SlowCluster(tmp_path, [unused_tcp_port_factory() for _ in range(4)])
+    cluster = SlowCluster(tmp_path, free_ports(4))
     origin, members = cluster.origin, cluster.members
     origin.rate = 4e6
     await cluster.start()
@@ -190,18 +185,30 @@ async def test_whoever_dies_at_a_boundary_all_end_bit_exact(
     victim = cluster.relay_of(names[min(boundary, CHUNKS - 1)])
     if role == "receiver":
         victim = next(member for member in members if member is not victim)
+    # The slow link stands still until the loss is counted: nothing is sent anew before.
+    origin.go_on, origin.held_from = asyncio.Event(), 0.0
     await (origin if role == "publisher" else victim).kill()
-    sent = dict(origin.sent)
     survivors = [m for m in members if role == "publisher" or m is not victim]
+
+    def torn() -> list[str]:
+        return [n for n in names if not any(m.store.has(n) for m in survivors)]
+
+    def taken_over() -> bool:
+        parts = [[m.fetcher.download(n) for m in survivors] for n in torn()]
+        return all(any(part and part.from_origin for part in each) for each in parts)
+
+    if role == "publisher":
+        await asyncio.sleep(0.05)
+    else:
+        await until_async(taken_over, PATIENCE_S, "a survivor asks the origin for each torn chunk")
     # A chunk that no survivor has whole: only the part that the next member has is left.
-    torn = [n for n in names if not any(m.store.has(n) for m in survivors)]
-    lost = {n: sent[n] - min(m.landed(n) for m in survivors) for n in torn}
-    await asyncio.sleep(0.05)
+    lost = {n: origin.sent[n] - min(m.landed(n) for m in survivors) for n in torn()}
     if role == "publisher":
         await origin.start()
     else:
         await victim.live(cluster.urls)
         victim.begin()
+    origin.go_on.set()
     await asyncio.gather(*(member.done() for member in members))
     for ref in origin.manifest.chunks:
         assert origin.sent[ref.id] <= ref.encoded_bytes + lost.get(ref.id, 0), role
