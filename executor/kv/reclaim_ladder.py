@@ -160,18 +160,17 @@ class ReclaimCore:
         """Begin before the first level.
 
         held_bytes: memory of the guest's process group, None if unknown. wanted_bytes: to be freed,
-        up to all of it. Without a first measurement only the last level counts as a help.
+        up to all of it. The first figure may also come during FREEZE, which frees nothing; without
+        one by then only the last level counts as a help.
         """
         self._limits = limits or LadderLimits()
         self._began_ns = now_ns
         self._deadline_ns = deadline_ns
         self._wanted_bytes = max(0, wanted_bytes)
-        known = self._wanted_bytes if held_bytes is None else held_bytes
-        self._start_bytes = self._held_bytes = known
-        self._goal_bytes = max(0, known - self._wanted_bytes)
+        self._measured_before = held_bytes is not None
         self._level: ReclaimLevel | None = None
         self._level_began_ns = now_ns
-        self._level_bytes = known
+        self._begin_with(self._wanted_bytes if held_bytes is None else held_bytes)
         self._claim: EngineReport | None = None
         self._moved_ns = now_ns
         self._reports: list[LevelReport] = []
@@ -210,9 +209,16 @@ class ReclaimCore:
     def _last_call_ns(self) -> int:
         return self._deadline_ns - self._limits.level_ns[ReclaimLevel.KILL]
 
+    def _begin_with(self, held_bytes: int) -> None:
+        self._start_bytes = self._held_bytes = self._level_bytes = held_bytes
+        self._goal_bytes = max(0, held_bytes - self._wanted_bytes)
+
     def _measured(self, now_ns: int, held_bytes: int | None) -> None:
         if held_bytes is None:
             return
+        if not self._measured_before and self._level in (None, ReclaimLevel.FREEZE):
+            self._begin_with(held_bytes)
+        self._measured_before = True
         if held_bytes < self._held_bytes - self._limits.noise_bytes:
             self._moved_ns = now_ns
         self._held_bytes = held_bytes

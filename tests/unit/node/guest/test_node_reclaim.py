@@ -21,13 +21,21 @@ from executor.kv.reclaim_ladder import Finished, ReclaimLevel, ReclaimOutcome
 from rose.errors import RefusedError, UnavailableError
 from rose.logs.eventlog import EventLog
 from rose.node.guest import memory_gauges
-from rose.node.guest.memory_gauges import DRIVER, KERNEL, PAGE, DeviceMemory, HostMemory
+from rose.node.guest import reclaimer as reclaimer_module
+from rose.node.guest.memory_gauges import DRIVER, KERNEL, PAGE, DeviceMemory, HostMemory, Measuring
 from rose.node.guest.reclaimer import NO_SLEEP, UNSEEN, Reclaimer
 from rose.node.replica_client import ReplicaAnswer, ReplicaClient
 from rose.nvml import Client
 from rose.process.procfs import group_bytes
 from tests.fakes.cuda.nvml import CARD, StandInReader
 from tests.harness.waiting import PATIENCE_S, until_async
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each figure waited for: a busy machine needs more than a quarter of a second."""
+    monkeypatch.setattr(reclaimer_module, "Measuring", partial(Measuring, patience_s=PATIENCE_S))
+
 
 # ---- a guest of this machine's memory ----
 
@@ -214,7 +222,10 @@ async def test_a_reclaim_that_breaks_has_killed_before(rig: MemoryGuest) -> None
     assert rig.noted()[-1]["event"] == "reclaim_broke"
 
 
-async def test_a_driver_that_hangs_delays_no_kill(rig: MemoryGuest) -> None:
+async def test_a_driver_that_hangs_delays_no_kill(
+    rig: MemoryGuest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaimer_module, "Measuring", Measuring)
     gauge, answers = HostMemory(lambda: rig.process.pid), threading.Event()
 
     def held_bytes() -> int | None:
@@ -325,7 +336,7 @@ class CardGuest:
         self.tell()
 
     async def reclaim(self, wanted: int) -> Finished:
-        return await Reclaimer(self, self.events).reclaim(wanted, 8.0, "test")  # type: ignore[arg-type]
+        return await Reclaimer(self, self.events).reclaim(wanted, PATIENCE_S, "test")  # type: ignore[arg-type]
 
     def gauge(self) -> DeviceMemory:
         return DeviceMemory(self.reader, [CARD], lambda: self.process.pid, lambda: self.state)
