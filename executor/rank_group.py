@@ -11,7 +11,7 @@ from executor.guest.gate_client import StartGate
 GATE_NEWS_S: Final = 10.0
 
 
-class Ranks:
+class RankGroup:
     """Ranks of one group of an engine, as one of them sees them.
 
     Each method is called by all ranks, in the same order. It raises RuntimeError when another rank
@@ -52,7 +52,7 @@ class Ranks:
         return every
 
 
-def wait_together(start: StartGate, ranks: Ranks) -> None:
+def wait_together(start: StartGate, ranks: RankGroup) -> None:
     """Block all ranks until the gate of the start opens, which the first of them asks.
 
     So none of the others waits busily in a collective of the pass beside a busy host.

@@ -44,7 +44,7 @@ MEMFD: Final = "rose-rank-"
 FAILURE_BYTES: Final = 160
 
 
-class Kind(IntEnum):
+class RankCall(IntEnum):
     """Kind of an operation: RankPages' call of the same name; FETCH maps what may be missing."""
 
     RELEASE = 0
@@ -60,7 +60,7 @@ class Operation(NamedTuple):
     """
 
     number: int
-    kind: Kind
+    kind: RankCall
     granules: tuple[int, ...] = ()
     wanted: int = 0
 
@@ -157,13 +157,13 @@ class RankPager:
         pages, granules = self.pages, operation.granules
         fetched = self._report.fetched
         match operation.kind:
-            case Kind.RELEASE:
+            case RankCall.RELEASE:
                 pages.release(granules)
-            case Kind.RESTORE:
+            case RankCall.RESTORE:
                 pages.restore(granules)
-            case Kind.FETCH:
+            case RankCall.FETCH:
                 fetched = self._fetch(granules)
-            case Kind.RECALL:
+            case RankCall.RECALL:
                 pages.recall(operation.wanted)
         self._report = replace(self._report, done=operation.number, fetched=fetched)
 
@@ -291,7 +291,7 @@ class RankPages(PageBackend):
         self._fetched: set[int] = set()
         self._tried: set[int] = set()
         if any(rank.report.mapped != mapped for rank in ranks):
-            self._issue(Kind.RELEASE, self._held)
+            self._issue(RankCall.RELEASE, self._held)
 
     @classmethod
     def of_processes(cls, pids: Iterable[int], ranks: int, blocks: int) -> Self:
@@ -334,14 +334,14 @@ class RankPages(PageBackend):
     @property
     def kept(self) -> int:
         self._read()
-        going = sum(len(o.granules) for o in self._outstanding if o.kind is Kind.RELEASE)
+        going = sum(len(o.granules) for o in self._outstanding if o.kind is RankCall.RELEASE)
         return going + max(rank.report.kept for rank in self._ranks)
 
     @property
     def owed(self) -> int:
         self._read()
         owed = max(rank.report.owed for rank in self._ranks)
-        going = (o.granules for o in self._outstanding if o.kind is Kind.RELEASE)
+        going = (o.granules for o in self._outstanding if o.kind is RankCall.RELEASE)
         return owed and max(0, owed - sum(map(self.borrowed, (g for some in going for g in some))))
 
     def borrowed(self, granule: int) -> bool:
@@ -349,7 +349,7 @@ class RankPages(PageBackend):
 
     def release(self, granules: Collection[int]) -> None:
         self._held.update(granules)
-        self._issue(Kind.RELEASE, self._tried.union(granules))
+        self._issue(RankCall.RELEASE, self._tried.union(granules))
         self._forget_fetched()
 
     def restore(self, granules: Collection[int]) -> None:
@@ -358,7 +358,7 @@ class RankPages(PageBackend):
         Raises DeviceMemoryShort for others, unless `always_restores`.
         """
         if self.always_restores and granules:
-            self._issue(Kind.RESTORE, granules)
+            self._issue(RankCall.RESTORE, granules)
         elif granules:
             if not self._fetched.issuperset(granules):
                 raise DeviceMemoryShort("KV pages are not mapped on every rank yet; they may be")
@@ -373,16 +373,16 @@ class RankPages(PageBackend):
         self._read()
         count = next((n for n, g in enumerate(granules) if g not in self._fetched), len(granules))
         if count < len(granules) and self._fetching is None:
-            self._fetching = self._issue(Kind.FETCH, granules[count:])
+            self._fetching = self._issue(RankCall.FETCH, granules[count:])
             self._tried.update(granules[count:])
         return count
 
     def recall(self, granules: int) -> None:
         if not granules and self._tried:
-            self._issue(Kind.RELEASE, self._tried)
+            self._issue(RankCall.RELEASE, self._tried)
             self._forget_fetched()
         if granules or self._recalled:
-            self._issue(Kind.RECALL, wanted=granules)
+            self._issue(RankCall.RECALL, wanted=granules)
             self._recalled = granules
 
     def poll(self) -> bool:
@@ -396,7 +396,7 @@ class RankPages(PageBackend):
                 raise RankError(f"rank {rank.report.rank}: {rank.report.failure}")
         return bool(self._outstanding) or any(rank.report.lends for rank in self._ranks)
 
-    def _issue(self, kind: Kind, granules: Collection[int] = (), wanted: int = 0) -> Operation:
+    def _issue(self, kind: RankCall, granules: Collection[int] = (), wanted: int = 0) -> Operation:
         self._issued += 1
         operation = Operation(self._issued, kind, tuple(granules), wanted)
         self._queue.append(operation)
@@ -422,7 +422,7 @@ class RankPages(PageBackend):
             self._fetching = None
 
 
-_MAPPING: Final = (Kind.RESTORE, Kind.FETCH)
+_MAPPING: Final = (RankCall.RESTORE, RankCall.FETCH)
 
 
 def _reporting(pid: int) -> Iterator[_Rank]:

@@ -63,7 +63,7 @@ class ChangeKind(IntEnum):
     HAND_BACK = 5
 
 
-class Change(NamedTuple):
+class PoolChange(NamedTuple):
     """Change of one rank's pool or queue that the others make after it.
 
     tokens: to drop of prefixes, of a FORGET. ids: requests of a PREEMPT or HAND_BACK.
@@ -81,7 +81,7 @@ class BalloonedAllocator(HeldGranules):
     `changes`: if it is a list, each change is noted there.
     """
 
-    changes: list[Change] | None = None
+    changes: list[PoolChange] | None = None
 
     def __init__(
         self,
@@ -136,14 +136,14 @@ class BalloonedAllocator(HeldGranules):
         """Map held granules again: restore their pages, then put their blocks into the pool."""
         super().give_back(granules)
         if granules:
-            self.note(Change(ChangeKind.GIVE_BACK, tuple(granules)))
+            self.note(PoolChange(ChangeKind.GIVE_BACK, tuple(granules)))
 
-    def note(self, change: Change) -> None:
+    def note(self, change: PoolChange) -> None:
         """Note a change if changes are noted."""
         if self.changes is not None:
             self.changes.append(change)
 
-    def follow(self, change: Change) -> None:
+    def follow(self, change: PoolChange) -> None:
         """Make a change of the pool that another rank made."""
         match change.kind:
             case ChangeKind.FORGET:
@@ -159,11 +159,11 @@ class BalloonedAllocator(HeldGranules):
         before = set(self.held)
         taken = super().take(granules, fence)
         if taken:
-            self.note(Change(ChangeKind.TAKE, tuple(sorted(self.held - before))))
+            self.note(PoolChange(ChangeKind.TAKE, tuple(sorted(self.held - before))))
         return taken
 
     def _drop(self, tokens: int) -> int:
-        self.note(Change(ChangeKind.FORGET, tokens=tokens))
+        self.note(PoolChange(ChangeKind.FORGET, tokens=tokens))
         return self._forget(tokens)
 
     def cleared(self) -> None:

@@ -20,8 +20,8 @@ from executor.errors import ExecutorError, RankError
 from executor.kv.backing import NoPages, PageBackend
 from executor.kv.rank_pages import CommonGranule, Operation, RankPager, RankPages
 from executor.kv.shrink_plan import Granules
-from executor.rank_group import Ranks
-from executor.sglang.kv_pool import Change, kv_pages
+from executor.rank_group import RankGroup
+from executor.sglang.kv_pool import PoolChange, kv_pages
 
 Check = Callable[[PageBackend, Granules], None]
 """Function that raises ExecutorError for pages that cannot be used."""
@@ -33,7 +33,7 @@ class RankMessage(NamedTuple):
     `tokens`, `sequences`: most of a guest's next step, 0 for no step.
     """
 
-    changes: tuple[Change, ...] = ()
+    changes: tuple[PoolChange, ...] = ()
     operations: tuple[Operation, ...] = ()
     tokens: int = 0
     sequences: int = 0
@@ -69,7 +69,7 @@ class RankMemory(NamedTuple):
 
 
 def rank_memory(
-    ranks: Ranks,
+    ranks: RankGroup,
     allocator: Any,  # noqa: ANN401 -- SGLang's
     backend: str = AUTO,
     check: Check = lambda _pages, _granules: None,

@@ -16,15 +16,15 @@ from executor.vllm.kv_backing import kv_layout
 MOST_BLOCKS: Final = 8
 
 
-class ProbeError(ExecutorError):
+class EngineProbeError(ExecutorError):
     """Error: the engine behaves otherwise than ROSE's adapter expects."""
 
 
 def replace_queue(pool: Any, queue: Any) -> None:  # noqa: ANN401 -- vLLM's pool
     """Put `queue` in the place of the free queue of a pool that no request uses.
 
-    Raises ProbeError, and leaves a pool with its own kind of queue, if the pool behaves otherwise
-    with it.
+    Raises EngineProbeError, and leaves a pool with its own kind of queue, if the pool behaves
+    otherwise with it.
     """
     stock = pool.free_block_queue
     try:
@@ -34,12 +34,12 @@ def replace_queue(pool: Any, queue: Any) -> None:  # noqa: ANN401 -- vLLM's pool
         differs = next((name for name in expected if seen[name] != expected[name]), None)
     except Exception as error:
         _restore(pool, type(stock))
-        raise ProbeError(
+        raise EngineProbeError(
             f"this vLLM's block pool cannot use ROSE's free queue: {error!r:.120}"
         ) from error
     if differs is not None:
         _restore(pool, type(stock))
-        raise ProbeError(f"this vLLM's block pool has other {differs} with ROSE's free queue")
+        raise EngineProbeError(f"this vLLM's block pool has other {differs} with ROSE's free queue")
 
 
 def _behaviour(pool: Any) -> dict[str, object]:  # noqa: ANN401 -- vLLM's pool
@@ -87,7 +87,7 @@ def check_addresses(
     kv_cache_config: Any,  # noqa: ANN401 -- vLLM's types
     pages: PageBackend,
 ) -> None:
-    """Raise ProbeError unless each layer's tensor has block 1 at the address computed for it.
+    """Raise EngineProbeError unless each layer's tensor has block 1 at the address computed for it.
 
     Does nothing where no KV pages are given back from this process.
     """
@@ -107,7 +107,9 @@ def check_addresses(
             places = _places(tensor, kv_cache_config.num_blocks)
             apart = all(_bytes(places) + _bytes(o) == _bytes([*places, *o]) for o in beside)
             if not places or _bytes([*own, *places]) != _bytes(own) or not apart:
-                raise ProbeError(f"block 1 of {name} is not at the address that ROSE computes")
+                raise EngineProbeError(
+                    f"block 1 of {name} is not at the address that ROSE computes"
+                )
 
 
 def _places(cache: Any, blocks: int) -> list[Range]:  # noqa: ANN401 -- a tensor

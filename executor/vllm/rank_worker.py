@@ -19,7 +19,7 @@ from executor.engine_settings import HOST, EngineSettings
 from executor.guest.gate_client import StartGate
 from executor.kv.backing import NoPages, PageBackend
 from executor.kv.rank_pages import CommonGranule, RankPager
-from executor.rank_group import Ranks, wait_together
+from executor.rank_group import RankGroup, wait_together
 from executor.vllm.kv_backing import kv_pages
 from executor.vllm.probes import check_addresses
 
@@ -97,7 +97,7 @@ def _gather(value: int) -> list[int]:
     """Return the values of all ranks."""
     from vllm.distributed.parallel_state import get_world_group
 
-    return Ranks.of(get_world_group()).gather(value)
+    return RankGroup.of(get_world_group()).gather(value)
 
 
 class GatedStart:
@@ -140,4 +140,4 @@ def _pass(gate: StartGate) -> None:
     from vllm.distributed import parallel_state
 
     initialized = parallel_state.model_parallel_is_initialized()
-    wait_together(gate, Ranks.of(parallel_state.get_tp_group()) if initialized else Ranks())
+    wait_together(gate, RankGroup.of(parallel_state.get_tp_group()) if initialized else RankGroup())

@@ -37,7 +37,7 @@ from executor.guest.gate_client import EngineLoad, StartGate
 from executor.guest.plugin import GuestPlugin, watch
 from executor.kv.rank_pages import RankPager
 from executor.kv.shrink_plan import Rollout
-from executor.rank_group import Ranks, wait_together
+from executor.rank_group import RankGroup, wait_together
 from executor.sglang import surfaces
 from executor.sglang.compat import (
     GUEST_NEEDED,
@@ -52,7 +52,7 @@ from executor.sglang.compat import (
     part_of_engine,
     stamp,
 )
-from executor.sglang.kv_pool import BalloonedAllocator, Change, ChangeKind
+from executor.sglang.kv_pool import BalloonedAllocator, ChangeKind, PoolChange
 from executor.sglang.ranks import RankMessage, rank_memory
 from executor.sglang.reserved_pool import ReservedBuffers
 
@@ -88,7 +88,7 @@ class GuestScheduler(GuestPlugin):
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._page_tokens = int(self._allocator.page_size)
         self._capacity_tokens = int(scheduler.max_total_num_tokens)
-        self._ranks = Ranks.of(scheduler.tp_group)
+        self._ranks = RankGroup.of(scheduler.tp_group)
         memory = rank_memory(self._ranks, self._allocator, settings.kv_backend)
         self._pager = memory.pager
         self._pool = BalloonedAllocator(
@@ -139,7 +139,7 @@ class GuestScheduler(GuestPlugin):
         pager.carry_out(message.operations)
         return message.tokens, message.sequences
 
-    def _follow(self, change: Change) -> None:
+    def _follow(self, change: PoolChange) -> None:
         match change.kind:
             case ChangeKind.PREEMPT:
                 self._preempt(change.ids)
@@ -212,7 +212,7 @@ class GuestScheduler(GuestPlugin):
         return done
 
     def _preempt(self, request_ids: Collection[str]) -> None:
-        self._pool.note(Change(ChangeKind.PREEMPT, ids=tuple(request_ids)))
+        self._pool.note(PoolChange(ChangeKind.PREEMPT, ids=tuple(request_ids)))
         self._requeue(set(request_ids), keep_kv=False)
 
     def _park(self, tokens: int) -> None:
@@ -272,7 +272,7 @@ class GuestScheduler(GuestPlugin):
         return -(-(tokens + 1) // self._page_tokens)
 
     def _hand_back(self, request_ids: Collection[str]) -> None:
-        self._pool.note(Change(ChangeKind.HAND_BACK, ids=tuple(request_ids)))
+        self._pool.note(PoolChange(ChangeKind.HAND_BACK, ids=tuple(request_ids)))
         lost, queue = set(request_ids), self._scheduler.waiting_queue
         self._scheduler.waiting_queue = [r for r in queue if r.rid not in lost]
         for request in queue:
@@ -415,7 +415,7 @@ class GuestHooks:
     def forward(self, original: Hook, runner: Any, *a: Any, **named: Any) -> Any:  # noqa: ANN401
         """Run a forward pass; one of the engine's start waits for the host first."""
         if self._guest is None and self._start is not None:
-            wait_together(self._start, Ranks.of(runner.tp_group))
+            wait_together(self._start, RankGroup.of(runner.tp_group))
         return original(runner, *a, **named)
 
 

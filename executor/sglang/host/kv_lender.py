@@ -32,9 +32,9 @@ from executor.kv.backing import PageBackend
 from executor.kv.lending import KvFree, LendingLimits
 from executor.kv.rank_pages import RankPager
 from executor.kv.shrink_plan import Granules, KvGroup
-from executor.rank_group import Ranks
+from executor.rank_group import RankGroup
 from executor.sglang.compat import LENDING_NEEDED, check_features
-from executor.sglang.kv_pool import BalloonedAllocator, Change, ChangeKind, Forget
+from executor.sglang.kv_pool import BalloonedAllocator, ChangeKind, Forget, PoolChange
 from executor.sglang.ranks import rank_memory
 
 # A search for free granules looks at every free block, so one that found too few is not repeated in
@@ -190,12 +190,12 @@ class LendingAllocator(BalloonedAllocator, LendablePool):
 
     def dissolve(self) -> None:
         """Restore SGLang's own pool with all of its blocks, from any state of this one."""
-        self.note(Change(ChangeKind.DISSOLVE))
+        self.note(PoolChange(ChangeKind.DISSOLVE))
         self._put_in(set(self._out))
         self.held.clear()
         self._allocator.need_sort = self._sorted_before
 
-    def follow(self, change: Change) -> None:
+    def follow(self, change: PoolChange) -> None:
         """Make a change of the pool that another rank made."""
         if change.kind is ChangeKind.DISSOLVE:
             self.dissolve()
@@ -275,7 +275,7 @@ def check_scheduler(scheduler: Any) -> None:  # noqa: ANN401 -- SGLang's schedul
 
 def lending_pool(
     scheduler: Any,  # noqa: ANN401 -- SGLang's scheduler
-    ranks: Ranks,
+    ranks: RankGroup,
     kv_backend: str = AUTO,
 ) -> tuple[LendingAllocator, RankPager | None]:
     """Return the lending pool over the allocator of an engine without requests, and its pager.

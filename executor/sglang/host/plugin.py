@@ -33,7 +33,7 @@ from executor.errors import ExecutorError
 from executor.host.kv_lender import HostLender
 from executor.host.plugin import KEEPS, SERVES_ON, HostPlugin, LatencyWriter, lending_limits
 from executor.kv.rank_pages import RankPager
-from executor.rank_group import Ranks
+from executor.rank_group import RankGroup
 from executor.sglang import surfaces
 from executor.sglang.compat import (
     HOST_NEEDED,
@@ -55,7 +55,7 @@ from executor.sglang.host.kv_lender import (
     lending_pool,
 )
 from executor.sglang.host.state_publisher import BatchPublisher
-from executor.sglang.kv_pool import Change, ChangeKind
+from executor.sglang.kv_pool import ChangeKind, PoolChange
 from executor.sglang.ranks import RankMessage
 from executor.sglang.reserved_pool import ReservedBuffers
 
@@ -88,7 +88,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
         """
         self._scheduler = scheduler
         self._refused = refused
-        self._ranks = Ranks.of(scheduler.tp_group)
+        self._ranks = RankGroup.of(scheduler.tp_group)
         # Several ranks lend in `message` alone.
         self._deciding = self._ranks.size == 1
         self.asked = False
@@ -148,7 +148,7 @@ class SglangHost(HostPlugin[BatchPublisher]):
         pool = self.pool
         if pool is None or self._deciding:
             return None
-        changes: list[Change] = []
+        changes: list[PoolChange] = []
         pool.changes = changes
         self._deciding = True
         try:
@@ -240,7 +240,7 @@ class HostHooks:
     def __init__(self, *, lends: bool) -> None:
         self._lends = lends
         self._host: SglangHost | None = None
-        self._ranks = Ranks()
+        self._ranks = RankGroup()
         self._followed: LendingAllocator | None = None
         self._pager: RankPager | None = None
         self.refused: ExecutorError | None = None
@@ -279,7 +279,7 @@ class HostHooks:
         """Make the scheduler, then attach a host to it on the first of the ranks."""
         original(scheduler, *a, **named)
         try:
-            self._ranks = ranks = Ranks.of(scheduler.tp_group)
+            self._ranks = ranks = RankGroup.of(scheduler.tp_group)
             if not ranks.follows:
                 self._attach(scheduler)
             elif self._lends and ranks.agree():

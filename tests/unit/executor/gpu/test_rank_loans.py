@@ -36,7 +36,7 @@ def settings_of(role: str, path: Path) -> EngineSettings:
     return EngineSettings(role, "", 0.0, 0.0, 2.0, level=LEND, page_socket=str(path))
 
 
-class Ranks:
+class ReservedRanks:
     """An engine's ranks, each with a reservation on a GPU, in this process."""
 
     def __init__(self, role: str, path: Path, devices: list[StandInDevice], pid: int) -> None:
@@ -66,13 +66,13 @@ class Pair:
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         gc.collect()  # Reports of an earlier test, in this process, are not to be found.
         self.devices = [StandInDevice((3 + GRANULES + own) * PAGE) for own in OWN_PAGES]
-        self.host = Ranks(HOST, path, self.devices, os.getpid())
+        self.host = ReservedRanks(HOST, path, self.devices, os.getpid())
         # The guest's reports are those of another process; a thread has the same files open.
         monkeypatch.setattr(os, "getpid", threading.get_native_id)
         self.now_ns = 1
 
         def make_guest() -> None:
-            self.guest = Ranks(GUEST, path, self.devices, threading.get_native_id())
+            self.guest = ReservedRanks(GUEST, path, self.devices, threading.get_native_id())
 
         other = threading.Thread(target=make_guest)
         other.start()

@@ -16,7 +16,7 @@ from executor.kv.shrink_plan import Granules
 from executor.vllm import probes
 from executor.vllm.kv_backing import KvLayout
 from executor.vllm.kv_block_pool import BalloonedPool, GranuleQueue
-from executor.vllm.probes import ProbeError, check_addresses
+from executor.vllm.probes import EngineProbeError, check_addresses
 
 __all__ = ["host_of"]
 BLOCKS, A_BLOCK, LAYERS = 12, 64, 3
@@ -78,7 +78,7 @@ def test_a_pool_that_behaves_otherwise_keeps_its_own_queue(
     granules = GranuleQueue(Granules(BLOCKS, 4), probed.free_block_queue.get_all_free_blocks())
     for name, instead in does.items():
         monkeypatch.setattr(of, name, instead)
-    with pytest.raises(ProbeError, match=differs):
+    with pytest.raises(EngineProbeError, match=differs):
         probes.replace_queue(probed, granules)
     monkeypatch.undo()
     assert isinstance(probed.free_block_queue, FreeKVCacheBlockQueue)
@@ -158,13 +158,13 @@ def test_wrong_addresses_are_refused(
     wrong: Callable[[list[Extent]], list[Extent]],
 ) -> None:
     tensors, extents = layered(outermost)
-    with pytest.raises(ProbeError, match=r"block 1 of layer\d is not at the address"):
+    with pytest.raises(EngineProbeError, match=r"block 1 of layer\d is not at the address"):
         checked(monkeypatch, tensors, wrong(extents), Released())
 
 
 def test_blocks_that_are_not_first_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, extents = layered(outermost=False)
-    with pytest.raises(ProbeError):
+    with pytest.raises(EngineProbeError):
         checked(monkeypatch, [tensor.T for tensor in tensors], extents, Released(), blocks=7)
 
 
@@ -179,7 +179,7 @@ def test_a_host_whose_probe_fails_serves_on_without_lending(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fails(*_: object) -> None:
-        raise ProbeError("block 1 of layer0 is not at the address that ROSE computes")
+        raise EngineProbeError("block 1 of layer0 is not at the address that ROSE computes")
 
     monkeypatch.setattr("executor.vllm.host.kv_lender.check_addresses", fails)
     rig = host_of(level="lend")

@@ -21,7 +21,7 @@ from rank_cases import (
 
 from executor.errors import DeviceMemoryShort, RankError
 from executor.kv.backing import PageBackend
-from executor.kv.rank_pages import MEMFD, Kind, Operation, RankPager, RankPages
+from executor.kv.rank_pages import MEMFD, Operation, RankCall, RankPager, RankPages
 from executor.kv.shrink_plan import Granules
 
 BYTES = BLOCKS * BLOCK_BYTES
@@ -392,5 +392,5 @@ def test_an_operation_says_what_it_is() -> None:
     pages: Any = InProcess().pages
     pages.release([3])
     (operation,) = pages.drain()
-    assert operation == Operation(1, Kind.RELEASE, (3,))
+    assert operation == Operation(1, RankCall.RELEASE, (3,))
     assert pages.drain() == ()

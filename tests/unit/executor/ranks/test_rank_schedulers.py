@@ -32,7 +32,7 @@ Rigs = Callable[..., GuestRig]
 BLOCKS, TOKENS = 65, 40
 
 
-class Ranks:
+class SchedulerRanks:
     """Both ranks' memory, pagers and runners; a step runs on both, and they agree."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +78,8 @@ class Ranks:
 
 
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    made = Ranks(monkeypatch)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchedulerRanks]:
+    made = SchedulerRanks(monkeypatch)
     yield made
     assert all(isinstance(pager.pages, HostPages) for pager in made.pagers)
 
@@ -102,7 +102,7 @@ def insist_undisturbed(rig: GuestRig, prompts: Sequence[list[int]]) -> None:
 
 @flights
 def test_a_guest_gives_back_on_both_ranks_and_computes_the_same(
-    guest_of: Rigs, ranks: Ranks, depth: int, asynchronous: bool
+    guest_of: Rigs, ranks: SchedulerRanks, depth: int, asynchronous: bool
 ) -> None:
     rig = ranks.attach(guest_of(blocks=BLOCKS, depth=depth), asynchronous=asynchronous)
     whole, rng = ranks.resident, random.Random(depth)
@@ -127,7 +127,7 @@ def test_a_guest_gives_back_on_both_ranks_and_computes_the_same(
 
 @flights
 def test_a_host_lends_on_both_ranks_and_computes_the_same(
-    host_of: Rigs, ranks: Ranks, depth: int, asynchronous: bool
+    host_of: Rigs, ranks: SchedulerRanks, depth: int, asynchronous: bool
 ) -> None:
     rig: Any = ranks.attach(
         host_of(blocks=BLOCKS, depth=depth, caching=False), asynchronous=asynchronous

@@ -36,7 +36,7 @@ def start(rank: int, page: str, meeting: str, told: "multiprocessing.queues.Queu
     told.put("ready")
     began_s, computed_s = time.monotonic(), time.process_time()
     for _ in range(PASSES):
-        rank_group.wait_together(gate, rank_group.Ranks(rank, RANKS, group))
+        rank_group.wait_together(gate, rank_group.RankGroup(rank, RANKS, group))
     ended_s = time.monotonic()
     told.put((rank, gate.passes, ended_s - began_s, time.process_time() - computed_s))
     torch.distributed.barrier()

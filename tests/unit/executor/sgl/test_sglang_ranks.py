@@ -37,7 +37,7 @@ from executor import ControlPage, Grant, GrantMode
 from executor.engine_settings import EngineSettings
 from executor.errors import ExecutorError, RankError
 from executor.kv.backing import HostPages, Range, resident_bytes
-from executor.rank_group import Ranks, wait_together
+from executor.rank_group import RankGroup, wait_together
 from executor.sglang.guest.plugin import GuestScheduler
 from executor.sglang.host.plugin import HostHooks
 from executor.sglang.ranks import rank_memory
@@ -71,8 +71,8 @@ class Threads:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pool = ThreadPoolExecutor(RANKS)
         self.group = ThreadGroup()
-        monkeypatch.setattr(Ranks, "agree", lambda r, v=None: r._group.gather(r.rank, v)[0])
-        monkeypatch.setattr(Ranks, "gather", lambda r, v: r._group.gather(r.rank, v))
+        monkeypatch.setattr(RankGroup, "agree", lambda r, v=None: r._group.gather(r.rank, v)[0])
+        monkeypatch.setattr(RankGroup, "gather", lambda r, v: r._group.gather(r.rank, v))
 
     def all(self, act: Callable[[int], Any]) -> list[Any]:
         return list(self.pool.map(act, range(RANKS)))
@@ -250,7 +250,7 @@ def test_ranks_fail_together_if_one_has_no_pages_to_move(
     made[broken].token_to_kv_pool_allocator.get_kvcache = lambda: SimpleNamespace()  # type: ignore[method-assign]
 
     def memory(rank: int) -> str:
-        ranks = Ranks.of(threads.tp_group(rank))
+        ranks = RankGroup.of(threads.tp_group(rank))
         with pytest.raises(RankError) as failed:
             rank_memory(ranks, made[rank].token_to_kv_pool_allocator, "madvise")
         return str(failed.value)
@@ -262,7 +262,7 @@ def test_ranks_fail_together_if_one_has_no_pages_to_move(
 
 def test_a_start_waits_on_all_ranks_for_the_first_ones_gate(threads: Threads) -> None:
     gates = [SimpleNamespace(passes=0, wait=_opens_third(), asked=0) for _ in range(RANKS)]
-    threads.all(lambda rank: wait_together(gates[rank], Ranks.of(threads.tp_group(rank))))  # type: ignore[arg-type]
+    threads.all(lambda rank: wait_together(gates[rank], RankGroup.of(threads.tp_group(rank))))  # type: ignore[arg-type]
     assert gates[1].passes == 1
 
 
