@@ -29,12 +29,12 @@ import signal
 import sys
 import time
 
-from tests.chaos.world import Outcome, live, shrink
+from tests.chaos.world import SeedOutcome, live, shrink
 
 SHOWN_LINES = 80
 
 
-def explain(failed: Outcome) -> str:
+def explain(failed: SeedOutcome) -> str:
     """A failure as a story: what broke, by which faults, and what came before."""
     faults = [f"  {fault}" for fault in failed.faults]
     lines = [f"  {line}" for line in failed.history[-SHOWN_LINES:]]

@@ -34,7 +34,7 @@ MAX_ATTEMPTS = 1_000
 
 
 @dataclass(slots=True)
-class _Turn:
+class _PlacedTurn:
     number: int
     job: str
     max_tokens: int
@@ -70,8 +70,8 @@ class SimulatedGateway(SimulatedProcess):
 
     def started(self) -> None:
         self._table = pb.ReplicaTable()
-        self._turns: dict[int, _Turn] = {}
-        self._attempts: dict[int, tuple[_Turn, int]] = {}
+        self._turns: dict[int, _PlacedTurn] = {}
+        self._attempts: dict[int, tuple[_PlacedTurn, int]] = {}
         self._watch: Stream | None = None
         self._finder = LeaderFinder(self._addresses)
         self._heard_s = self.now_s()
@@ -144,9 +144,9 @@ class SimulatedGateway(SimulatedProcess):
         max_tokens = self.world.rng.randint(2, 20)
         journal = TurnJournal([0] * PROMPT_TOKENS, max_tokens, max_attempts=MAX_ATTEMPTS)
         job = self._jobs[number % len(self._jobs)]
-        self._turns[number] = _Turn(number, job, max_tokens, journal, self.now_s())
+        self._turns[number] = _PlacedTurn(number, job, max_tokens, journal, self.now_s())
 
-    def _place(self, turn: _Turn) -> None:
+    def _place(self, turn: _PlacedTurn) -> None:
         rows = [
             row.id
             for row in self._table.replicas
@@ -163,7 +163,7 @@ class SimulatedGateway(SimulatedProcess):
         asked = Generate(turn.number, turn.job, attempt.number, position, attempt.max_tokens)
         stream.send(self.name, asked)
 
-    def _ended(self, turn: _Turn, attempt: int, end: End, reason: str = "") -> None:
+    def _ended(self, turn: _PlacedTurn, attempt: int, end: End, reason: str = "") -> None:
         match turn.journal.end(attempt, end, reason):
             case Continue():
                 turn.attempt = 0
@@ -175,7 +175,7 @@ class SimulatedGateway(SimulatedProcess):
             case GiveUp():
                 self._turns.pop(turn.number, None)
 
-    def _deliver(self, turn: _Turn) -> None:
+    def _deliver(self, turn: _PlacedTurn) -> None:
         wanted = [token_of(turn.number, position) for position in range(turn.max_tokens)]
         spans = [
             (span.version, position)

@@ -276,7 +276,7 @@ class ChaosWorld:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SeedOutcome:
     """Result of a seed; `broken` is empty if every invariant held."""
 
     seed: int
@@ -286,7 +286,9 @@ class Outcome:
     history: tuple[str, ...]
 
 
-def live(seed: int, faults: Sequence[Fault] | None = None, bugs: Collection[str] = ()) -> Outcome:
+def live(
+    seed: int, faults: Sequence[Fault] | None = None, bugs: Collection[str] = ()
+) -> SeedOutcome:
     """Run a world to its end, or until an invariant is broken."""
     world = ChaosWorld(seed, faults, bugs)
     broken = ""
@@ -302,10 +304,10 @@ def live(seed: int, faults: Sequence[Fault] | None = None, bugs: Collection[str]
         if collects:
             gc.enable()
     simulation = world.simulation
-    return Outcome(seed, simulation.events, broken, world.faults, tuple(simulation.history))
+    return SeedOutcome(seed, simulation.events, broken, world.faults, tuple(simulation.history))
 
 
-def shrink(failed: Outcome, bugs: Collection[str] = ()) -> Outcome:
+def shrink(failed: SeedOutcome, bugs: Collection[str] = ()) -> SeedOutcome:
     """The same failure with fewer faults: each is left out that it does not need."""
     for fault in failed.faults:
         fewer = [each for each in failed.faults if each != fault]

@@ -80,7 +80,7 @@ class PoolSpec:
 
 
 @dataclass
-class Page:
+class PoolPage:
     """A control page, and who writes what no engine of the pool writes on it."""
 
     control: ControlPage
@@ -100,7 +100,7 @@ class Started:
 
     of: PoolSpec
     spec: EngineSpec
-    page: Page | None
+    page: PoolPage | None
     published: PolicyVersions | None
     epochs: Iterator[int] = field(default_factory=lambda: count(1))
     process: EngineProcess | None = None
@@ -170,7 +170,7 @@ class EnginePool:
     def __init__(self, folder: Path, plan: dict[str, tuple[PoolSpec, ...]]) -> None:
         self._folder, self._plan = folder, plan
         self._engines: dict[PoolSpec, Started] = {}
-        self._pages: dict[str, Page] = {}
+        self._pages: dict[str, PoolPage] = {}
         self._leased: set[PoolSpec] = set()
         # The kernel ends an engine with the thread that started it.
         self._loop = asyncio.new_event_loop()
@@ -303,7 +303,7 @@ class EnginePool:
         )
         return Started(spec, engine_spec, page, published)
 
-    def _page(self, spec: PoolSpec) -> Page:
+    def _page(self, spec: PoolSpec) -> PoolPage:
         """The page of this name; each vLLM has its own."""
         name = f"{spec.page}-{'0.25' if spec.python else 'here'}"
         if name not in self._pages:
@@ -312,7 +312,9 @@ class EnginePool:
             control = ControlPage.create(page_of(str(folder), HOST_NAME))
             planned = {other for specs in self._plan.values() for other in specs}
             hosts = {other.page for other in planned if other.role is EngineRole.HOST}
-            self._pages[name] = Page(control, StandInNode(control, real_host=spec.page in hosts))
+            self._pages[name] = PoolPage(
+                control, StandInNode(control, real_host=spec.page in hosts)
+            )
             self._pages[name].node.start()
         return self._pages[name]
 
@@ -446,7 +448,7 @@ def _of_metrics(text: str) -> dict[str, object]:
     }
 
 
-def _of_a_page(started: Started, page: Page) -> dict[str, object]:
+def _of_a_page(started: Started, page: PoolPage) -> dict[str, object]:
     if started.of.role is EngineRole.HOST:
         host = page.control.host.peek()
         return {

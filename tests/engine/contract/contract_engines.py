@@ -22,7 +22,7 @@ TOKENS_ONLY = "--skip-tokenizer-init"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class PromptOutput:
     """Output of an engine for one prompt."""
 
     tokens: list[int]
@@ -80,7 +80,7 @@ class ContractEngine:
         tokens: int,
         request_id: str,
         headers: Mapping[str, str] | None = None,
-    ) -> Answer:
+    ) -> PromptOutput:
         """Ask greedily for exactly so many tokens, as the engine's own clients do."""
         path, body = self._asked(spec, prompt, tokens, request_id)
         connection = HTTPConnection("127.0.0.1", spec.port, timeout=120)
@@ -94,8 +94,8 @@ class ContractEngine:
         assert response.status == 200, raw
         answer = json.loads(raw)
         if self.kind is EngineKind.SGLANG:
-            return Answer(list(answer["output_ids"]))
-        return Answer(list(answer["choices"][0]["token_ids"]))
+            return PromptOutput(list(answer["output_ids"]))
+        return PromptOutput(list(answer["choices"][0]["token_ids"]))
 
     def _asked(
         self, spec: EngineSpec, prompt: list[int], tokens: int, request_id: str

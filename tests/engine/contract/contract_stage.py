@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contract_engines import Answer, ContractEngine
+from contract_engines import ContractEngine, PromptOutput
 from tiny_model import save_tiny_model
 
 from rose.addresses import free_port
@@ -22,7 +22,7 @@ START_S = 300.0
 
 
 @dataclass
-class Serving:
+class StartedEngine:
     """One engine that was started."""
 
     engine: ContractEngine
@@ -33,7 +33,7 @@ class Serving:
     def said(self) -> str:
         return self.spec.log.read_text(errors="replace")
 
-    def complete(self, prompt: list[int], tokens: int, request_id: str) -> Answer:
+    def complete(self, prompt: list[int], tokens: int, request_id: str) -> PromptOutput:
         return self.engine.complete(self.spec, prompt, tokens, request_id)
 
     def burst(self, prompts: Sequence[list[int]], tokens: int, name: str) -> list[list[int]]:
@@ -71,9 +71,9 @@ class HostStage:
 
     engine: ContractEngine
     folder: Path
-    started: list[Serving] = field(default_factory=list)
+    started: list[StartedEngine] = field(default_factory=list)
 
-    def start(self, name: str, role: EngineRole, **given: object) -> Serving:
+    def start(self, name: str, role: EngineRole, **given: object) -> StartedEngine:
         """Start one; `wait` for it."""
         spec = self.engine.spec(self.folder, name, role, free_port(), **given)
         process = process_spec(spec)
@@ -85,7 +85,7 @@ class HostStage:
                 stderr=log,
                 start_new_session=True,
             )
-        self.started.append(Serving(self.engine, spec, popen))
+        self.started.append(StartedEngine(self.engine, spec, popen))
         return self.started[-1]
 
 

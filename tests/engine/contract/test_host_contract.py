@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from contract_engines import ContractEngine
-from contract_stage import HostStage, Serving, host_stage
+from contract_stage import HostStage, StartedEngine, host_stage
 
 from executor import (
     ControlPage,
@@ -49,10 +49,10 @@ class Hosts:
 
     page: ControlPage
     stage: HostStage
-    stock: Serving
-    host: Serving
-    bad: Serving
-    unseen: Serving
+    stock: StartedEngine
+    host: StartedEngine
+    bad: StartedEngine
+    unseen: StartedEngine
 
     @property
     def state(self) -> HostState:

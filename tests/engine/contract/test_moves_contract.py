@@ -33,7 +33,7 @@ LOGPROB_GAP = 0.01
 
 
 @dataclass
-class Pair:
+class LeasedPair:
     """A guest of each engine, with a lease."""
 
     rigs: tuple[Rig, Rig]
@@ -41,7 +41,7 @@ class Pair:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LeasedPair]:
     folders = [tmp_path_factory.mktemp(name) for name in ("vllm", "sglang")]
     async with (
         started(VLLM, folders[0]) as first,
@@ -49,7 +49,7 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
         client_of(first) as here,
         client_of(second) as there,
     ):
-        yield Pair((first, second), (here, there))
+        yield LeasedPair((first, second), (here, there))
 
 
 async def stayed(replica: Replica) -> list[int]:
@@ -57,7 +57,7 @@ async def stayed(replica: Replica) -> list[int]:
     return tokens_of(await replica.lines(PROMPT, TURN, salt="stayed"))
 
 
-async def moved(pair: Pair, first: int, revocations: int) -> list[tuple[int, float]]:
+async def moved(pair: LeasedPair, first: int, revocations: int) -> list[tuple[int, float]]:
     """Tokens and logprobs of a turn that changes the engine so often."""
     got: list[tuple[int, float]] = []
     for stay in range(revocations):
@@ -92,7 +92,7 @@ def scored(model: Any, tokens: Sequence[int]) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def model(pair: Pair) -> Any:
+def model(pair: LeasedPair) -> Any:
     from transformers import AutoModelForCausalLM
 
     folder: Path = pair.rigs[0].spec.model_dir
@@ -101,7 +101,7 @@ def model(pair: Pair) -> Any:
 
 @pytest.mark.parametrize("revocations", range(1, 11))
 async def test_a_turn_that_moves_between_engines_goes_on_as_one_that_stays(
-    pair: Pair, model: Any, revocations: int
+    pair: LeasedPair, model: Any, revocations: int
 ) -> None:
     expected = await stayed(pair.replicas[0])
     got = await moved(pair, revocations % 2, revocations)
@@ -115,7 +115,7 @@ async def test_a_turn_that_moves_between_engines_goes_on_as_one_that_stays(
         assert tokens == expected
 
 
-async def test_the_turn_has_no_two_tokens_as_good_as_equal(pair: Pair, model: Any) -> None:
+async def test_the_turn_has_no_two_tokens_as_good_as_equal(pair: LeasedPair, model: Any) -> None:
     """Otherwise the comparison above would not be one of tokens."""
     assert scored(model, await stayed(pair.replicas[0]))[1].min() > NEAR_TIE
     assert await stayed(pair.replicas[0]) == await stayed(pair.replicas[1])

@@ -42,7 +42,7 @@ KV_BYTES = 96 << 20
 
 
 @dataclass
-class HostLoad:
+class PublishedLoad:
     """State that the host publishes on its page, until it is changed."""
 
     page: ControlPage
@@ -71,7 +71,7 @@ class Cluster:
         self.folder = folder
         save_tiny_model(folder / "model", dtype="bfloat16")
         self.page = ControlPage.create(folder / "page")
-        self.host = HostLoad(self.page)
+        self.host = PublishedLoad(self.page)
         self.scheduler_port, self.port = free_ports(2)
         self.key = SigningKey.generate()
         self.key.save(folder / "key")

@@ -65,7 +65,7 @@ class Clock:
         return self._now_ns
 
 
-class Engine:
+class FamilyEngine:
     """A vLLM engine in this process with the scheduler of a guest or of a host."""
 
     def __init__(self, model: Path, family: str, role: str, page: Path) -> None:
@@ -218,7 +218,7 @@ def as_guest(model: Path, family: str, page: Path, result: KvOutcome) -> str:
     answers = []
     for gives in (False, True):
         page.unlink(missing_ok=True)
-        engine = Engine(model, family, GUEST, page)
+        engine = FamilyEngine(model, family, GUEST, page)
         answers.append(capped_answers(engine, result, gives=gives))
         engine.close()
     if answers[0] != answers[1]:
@@ -226,7 +226,7 @@ def as_guest(model: Path, family: str, page: Path, result: KvOutcome) -> str:
     return "works" if result.guest_bytes else "computes; gives no KV memory back"
 
 
-def capped_answers(engine: Engine, result: KvOutcome, *, gives: bool) -> list[Any]:
+def capped_answers(engine: FamilyEngine, result: KvOutcome, *, gives: bool) -> list[Any]:
     """Answers under caps that change; `gives`: held pages go, else they stay as they are."""
     pool, rng, cap = engine.scheduler._kv._pool, random.Random(2), 0
     pages = pool.pages
@@ -256,7 +256,7 @@ def capped_answers(engine: Engine, result: KvOutcome, *, gives: bool) -> list[An
 
 def as_host(model: Path, family: str, page: Path, result: KvOutcome) -> str:
     """Return how a host went: it answers as the same engine did before it was one."""
-    engine = Engine(model, family, HOST, page)
+    engine = FamilyEngine(model, family, HOST, page)
     stock = engine.answers()
     engine.lend()
     lender = engine.scheduler.lender

@@ -1,7 +1,7 @@
 """Program: updates a real vLLM replica of each named family twice and says what came of it.
 
 `python -m tests.engine.families.family_updates FOLDER NAME…` writes FOLDER/NAME.json. An engine
-starts in a process forked from this one, which has imported vLLM once. See `Outcome`.
+starts in a process forked from this one, which has imported vLLM once. See `UpdateOutcome`.
 """
 
 import json
@@ -41,7 +41,7 @@ ENVIRONMENT = {
 
 
 @dataclass
-class Outcome:
+class UpdateOutcome:
     """Result of a family's replica. refused: the line, if it was refused.
 
     equal: after the updates it answers as a fresh engine does, tokens and log probabilities.
@@ -57,7 +57,7 @@ class Outcome:
     flipped: list[str] = field(default_factory=list)
 
 
-class Replica:
+class FamilyReplica:
     """A vLLM engine in this process, or with a process a rank, and its workers' weight methods."""
 
     def __init__(self, folder: Path, family: str, ranks: int = 1, *, updatable: bool) -> None:
@@ -153,17 +153,17 @@ def kind_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", "", name)
 
 
-def outcome(name: str, folder: Path) -> Outcome:
+def outcome(name: str, folder: Path) -> UpdateOutcome:
     """Start, update twice, plant a stale copy of each kind, compare with a fresh engine.
 
     `name`: a family, with "@2" for two ranks of tensor parallelism, which get no stale copies.
     """
-    result = Outcome(name)
+    result = UpdateOutcome(name)
     family, _, suffix = name.partition("@")
     ranks = int(suffix or 1)
     model = make_family(family, folder / "model")
     versions = PolicyVersions(folder / "versions", model)
-    replica = Replica(model, family, ranks, updatable=True)
+    replica = FamilyReplica(model, family, ranks, updatable=True)
     result.started = True
     before = replica.answers()
     try:
@@ -187,7 +187,7 @@ def outcome(name: str, folder: Path) -> Outcome:
     return result
 
 
-def audit(replica: Replica) -> list[str]:
+def audit(replica: FamilyReplica) -> list[str]:
     from weight_transfer.apply.probe import Part, judge
 
     parts = [part for answer in replica.call("audit", 1 << 62, True) for part in answer["parts"]]
@@ -196,7 +196,7 @@ def audit(replica: Replica) -> list[str]:
     return list(judge(read, expected["digests"], expected["elements"]).flipped)
 
 
-def stale(replica: Replica, versions: PolicyVersions) -> list[str]:
+def stale(replica: FamilyReplica, versions: PolicyVersions) -> list[str]:
     """Return the first kind of which an update that wrote nothing was proven."""
     from weight_transfer.apply import replica_weights
 
@@ -221,7 +221,7 @@ def fresh_answers(
     shutil.copytree(model, folder)
     tensors = {name: tensor_of(bits).clone() for name, bits in versions.active.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    engine = Replica(folder, family, ranks, updatable=False)
+    engine = FamilyReplica(folder, family, ranks, updatable=False)
     return engine.answers()
 
 
@@ -279,7 +279,7 @@ def main(folder: Path, families: list[str]) -> None:
     samples = (("bfloat16", np.uint16), ("float32", np.uint32), ("uint8", np.uint8))
     zeros = {d: TensorBits(d, d, (64, 64), np.zeros(4096, bits)) for d, bits in samples}
     warm_kernels(zeros, torch.device("cpu"))
-    try_each(families, folder, ".json", outcome, lambda f, line: Outcome(f, refused=line))
+    try_each(families, folder, ".json", outcome, lambda f, line: UpdateOutcome(f, refused=line))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ CHAT = [{"role": "user", "content": "Hello"}]
 
 
 @dataclass
-class Stage:
+class ConformanceStage:
     """One real replica, admitted, and a gateway before it."""
 
     url: str
@@ -48,7 +48,7 @@ class Stage:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(engines: list[Started]) -> AsyncIterator[Stage]:
+async def stage(engines: list[Started]) -> AsyncIterator[ConformanceStage]:
     (replica,) = engines
     argv = ["--port=0", f"--model-name={MODEL}", f"--tokenizer={replica.spec.model_dir}"]
     argv += ["--stall-s=5", f"--replica=r=dedicated={replica.url}"]
@@ -57,16 +57,16 @@ async def stage(engines: list[Started]) -> AsyncIterator[Stage]:
         async with RolloutClient(url) as client:
             turn = await client.generate(PROMPT, Sampling(temperature=0.0, max_tokens=TOKENS))
         assert len(set(turn.token_ids)) > 4, "a degenerate model would make all this empty"
-        yield Stage(url, [*turn.token_ids], [*turn.logprobs])
+        yield ConformanceStage(url, [*turn.token_ids], [*turn.logprobs])
 
 
 @pytest.fixture
-def sdk(stage: Stage) -> openai.AsyncOpenAI:
+def sdk(stage: ConformanceStage) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key="none", max_retries=0)
 
 
 async def test_openai_sdk_completions_are_the_replicas_tokens(
-    stage: Stage, sdk: openai.AsyncOpenAI
+    stage: ConformanceStage, sdk: openai.AsyncOpenAI
 ) -> None:
     answer = await sdk.completions.create(
         model=MODEL,
@@ -90,7 +90,7 @@ async def test_openai_sdk_completions_are_the_replicas_tokens(
 
 
 async def test_openai_sdk_streams_add_up_to_the_whole_answer(
-    stage: Stage, sdk: openai.AsyncOpenAI
+    stage: ConformanceStage, sdk: openai.AsyncOpenAI
 ) -> None:
     asked: dict[str, Any] = {
         "model": MODEL,
@@ -114,7 +114,9 @@ async def test_openai_sdk_streams_add_up_to_the_whole_answer(
     assert chunks[-1].usage.completion_tokens == TOKENS
 
 
-async def test_openai_sdk_chats_streamed_and_whole(stage: Stage, sdk: openai.AsyncOpenAI) -> None:
+async def test_openai_sdk_chats_streamed_and_whole(
+    stage: ConformanceStage, sdk: openai.AsyncOpenAI
+) -> None:
     asked: dict[str, Any] = {
         "model": MODEL,
         "messages": CHAT,
@@ -132,13 +134,17 @@ async def test_openai_sdk_chats_streamed_and_whole(stage: Stage, sdk: openai.Asy
     assert "".join(part.content or "" for part in parts) == message.content
 
 
-async def test_openai_sdk_samples_several_choices(sdk: openai.AsyncOpenAI, stage: Stage) -> None:
+async def test_openai_sdk_samples_several_choices(
+    sdk: openai.AsyncOpenAI, stage: ConformanceStage
+) -> None:
     answer = await sdk.completions.create(model=MODEL, prompt=PROMPT, max_tokens=8, n=3, seed=5)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len({choice.text for choice in answer.choices}) > 1
 
 
-async def test_openai_sdk_raises_its_own_errors(stage: Stage, sdk: openai.AsyncOpenAI) -> None:
+async def test_openai_sdk_raises_its_own_errors(
+    stage: ConformanceStage, sdk: openai.AsyncOpenAI
+) -> None:
     with pytest.raises(openai.NotFoundError, match="other"):
         await sdk.completions.create(model="other", prompt=PROMPT)
     with pytest.raises(openai.BadRequestError):
@@ -149,7 +155,7 @@ async def test_openai_sdk_raises_its_own_errors(stage: Stage, sdk: openai.AsyncO
 
 
 async def test_openai_sdk_that_closes_its_stream_ends_the_turn(
-    stage: Stage, sdk: openai.AsyncOpenAI
+    stage: ConformanceStage, sdk: openai.AsyncOpenAI
 ) -> None:
     stream = await sdk.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=400, temperature=0.0, stream=True
@@ -165,12 +171,12 @@ async def test_openai_sdk_that_closes_its_stream_ends_the_turn(
     raise AssertionError(f"the turn goes on: {live}")
 
 
-def _unused(stage: Stage) -> int:
+def _unused(stage: ConformanceStage) -> int:
     """A stop token that the greedy answer never comes to."""
     return next(token for token in range(VOCABULARY) if token not in stage.tokens)
 
 
-def _train_client_request(stage: Stage, **more: Any) -> dict[str, Any]:
+def _train_client_request(stage: ConformanceStage, **more: Any) -> dict[str, Any]:
     """Post field for field like `renderers.client.generate` for verifiers' TrainClient."""
     sampling = {
         "temperature": 0.0,
@@ -184,7 +190,7 @@ def _train_client_request(stage: Stage, **more: Any) -> dict[str, Any]:
 
 
 async def test_verifiers_train_client_request_as_its_source_has_it(
-    stage: Stage, sdk: openai.AsyncOpenAI
+    stage: ConformanceStage, sdk: openai.AsyncOpenAI
 ) -> None:
     """renderers.client: AsyncOpenAI.post to the server's root, raw answer, then these checks."""
     response = await sdk.post(
@@ -207,7 +213,9 @@ async def test_verifiers_train_client_request_as_its_source_has_it(
     assert -9999.0 not in logprobs
 
 
-async def test_verifiers_train_client_itself(stage: Stage, sdk: openai.AsyncOpenAI) -> None:
+async def test_verifiers_train_client_itself(
+    stage: ConformanceStage, sdk: openai.AsyncOpenAI
+) -> None:
     client = pytest.importorskip("renderers.client", reason="renderers is not installed")
 
     class Renderer:
@@ -253,7 +261,7 @@ TRL_SAMPLING = {
 }
 
 
-async def test_trl_completions_as_its_source_has_them(stage: Stage) -> None:
+async def test_trl_completions_as_its_source_has_them(stage: ConformanceStage) -> None:
     """VLLMClient.generate: several prompts, n of each, choices with the n of a prompt together."""
     payload = {
         "model": MODEL,
@@ -277,7 +285,7 @@ async def test_trl_completions_as_its_source_has_them(stage: Stage) -> None:
         assert len(logprobs["top_logprobs"]) == 8
 
 
-async def test_trl_client_itself(stage: Stage) -> None:
+async def test_trl_client_itself(stage: ConformanceStage) -> None:
     trl = pytest.importorskip("trl.generation.vllm_client", reason="TRL is not installed")
 
     def use() -> dict[str, Any]:
@@ -292,7 +300,7 @@ async def test_trl_client_itself(stage: Stage) -> None:
         assert [position[0] for position in sampled] == ids
 
 
-async def test_plain_sglang_generate_calls(stage: Stage) -> None:
+async def test_plain_sglang_generate_calls(stage: ConformanceStage) -> None:
     """The requests of slime and of SGLang's own clients, whole and streamed."""
     body = {
         "input_ids": PROMPT,
@@ -324,7 +332,7 @@ async def test_plain_sglang_generate_calls(stage: Stage) -> None:
     assert refused.status_code == 400
 
 
-async def test_rose_client_whole_streamed_grouped_and_in_sessions(stage: Stage) -> None:
+async def test_rose_client_whole_streamed_grouped_and_in_sessions(stage: ConformanceStage) -> None:
     greedy = Sampling(temperature=0.0, max_tokens=TOKENS)
     async with RolloutClient(stage.url) as client:
         async with client.session("traj") as session:
@@ -343,7 +351,7 @@ async def test_rose_client_whole_streamed_grouped_and_in_sessions(stage: Stage) 
             await client.generate([1] * 4_000, greedy)
 
 
-async def test_rose_client_without_a_loop(stage: Stage) -> None:
+async def test_rose_client_without_a_loop(stage: ConformanceStage) -> None:
     def use() -> list[int]:
         with BlockingRolloutClient(stage.url) as client:
             greedy = Sampling(temperature=0.0, max_tokens=TOKENS)

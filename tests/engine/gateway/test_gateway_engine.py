@@ -39,7 +39,7 @@ GREEDY = Sampling(temperature=0.0, max_tokens=OUTPUT_TOKENS)
 
 
 @dataclass
-class Stage:
+class EngineStage:
     """Two replicas, and a gateway of this process before them."""
 
     fleet: ChaosFleet
@@ -89,7 +89,7 @@ class Stage:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage(
     engines: list[Started], tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Stage]:
+) -> AsyncIterator[EngineStage]:
     rows = tuple(
         StaticReplica(engine.spec.name, ReplicaKind.DEDICATED, engine.url, 32) for engine in engines
     )
@@ -102,7 +102,7 @@ async def stage(
             fleet_of(engines, folder, gateways_count=0) as fleet,
             Gateway(settings) as gateway,
         ):
-            stage = Stage(fleet, f"http://127.0.0.1:{gateway.port}")
+            stage = EngineStage(fleet, f"http://127.0.0.1:{gateway.port}")
             await stage.ready(2)
             # The first batch of an engine takes seconds: long enough to count as stalled.
             await stage.turns("warm-up")
@@ -122,7 +122,7 @@ def assert_same(turns: list[Turn], expected: list[Turn]) -> None:
         assert turn.finish_reason == "length"
 
 
-async def test_undisturbed_turns_are_whole_and_use_both_replicas(stage: Stage) -> None:
+async def test_undisturbed_turns_are_whole_and_use_both_replicas(stage: EngineStage) -> None:
     assert [turn.attempts for turn in stage.expected] == [1] * TURNS
     assert all(len(turn.token_ids) == OUTPUT_TOKENS for turn in stage.expected)
     # A degenerate model would make all the other tests empty.
@@ -130,7 +130,7 @@ async def test_undisturbed_turns_are_whole_and_use_both_replicas(stage: Stage) -
     assert {turn.segments[0][0] for turn in stage.expected} == {LEFT.name, RIGHT.name}
 
 
-async def test_drains_in_the_middle_of_turns_change_no_token(stage: Stage) -> None:
+async def test_drains_in_the_middle_of_turns_change_no_token(stage: EngineStage) -> None:
     running = asyncio.create_task(stage.turns("drained"))
     aborted = []
     for _ in range(3):
@@ -146,7 +146,7 @@ async def test_drains_in_the_middle_of_turns_change_no_token(stage: Stage) -> No
     assert_same(turns, stage.expected)
 
 
-async def test_a_replica_that_hangs_loses_its_turns_to_the_other(stage: Stage) -> None:
+async def test_a_replica_that_hangs_loses_its_turns_to_the_other(stage: EngineStage) -> None:
     running = asyncio.create_task(stage.turns("hung"))
     replica = await stage.in_the_middle()
     replica.signal(signal.SIGSTOP)
@@ -159,7 +159,7 @@ async def test_a_replica_that_hangs_loses_its_turns_to_the_other(stage: Stage) -
     assert_same(turns, stage.expected)
 
 
-async def test_a_killed_replica_loses_no_token(stage: Stage, engines: list[Started]) -> None:
+async def test_a_killed_replica_loses_no_token(stage: EngineStage, engines: list[Started]) -> None:
     await stage.ready(2)
     running = asyncio.create_task(stage.turns("killed"))
     replica = await stage.in_the_middle()

@@ -42,7 +42,7 @@ TOOLS = [
 
 
 @dataclass
-class Stage:
+class FeatureStage:
     """A gateway for policy and reward model each: they are different jobs' in a cluster."""
 
     policy: Started
@@ -88,7 +88,7 @@ def before(engine: Started, **more: Any) -> Gateway:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(engines: list[Started]) -> AsyncIterator[Stage]:
+async def stage(engines: list[Started]) -> AsyncIterator[FeatureStage]:
     policy, reward = engines
     more = {"tokenizer": policy.spec.model_dir, "tool_call_parser": "hermes"}
     timeout = aiohttp.ClientTimeout(total=240)
@@ -106,7 +106,7 @@ async def stage(engines: list[Started]) -> AsyncIterator[Stage]:
                 "both are found",
                 0.05,
             )
-            stage = Stage(policy, reward, gateway, rewards, http)
+            stage = FeatureStage(policy, reward, gateway, rewards, http)
             await stage.sampled(8)
             yield stage
 
@@ -124,7 +124,9 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
         {"frequency_penalty": 0.5, "repetition_penalty": 1.3, "min_p": 0.2},
     ],
 )
-async def test_penalties_are_the_engines_own(stage: Stage, sampling: dict[str, float]) -> None:
+async def test_penalties_are_the_engines_own(
+    stage: FeatureStage, sampling: dict[str, float]
+) -> None:
     plain = tokens_of(await stage.sampled(40))
     ours = tokens_of(await stage.sampled(40, **sampling))
     assert ours == (await stage.direct(40, **sampling))["token_ids"]
@@ -133,7 +135,7 @@ async def test_penalties_are_the_engines_own(stage: Stage, sampling: dict[str, f
 
 @pytest.mark.parametrize("sampling", [{"frequency_penalty": 1.5}, {"repetition_penalty": 1.8}])
 async def test_a_turn_with_penalties_that_is_drained_is_the_turn_that_was_not(
-    stage: Stage, sampling: dict[str, float]
+    stage: FeatureStage, sampling: dict[str, float]
 ) -> None:
     expected = await stage.sampled(300, **sampling)
     running = asyncio.create_task(stage.sampled(300, **sampling))
@@ -152,7 +154,7 @@ async def test_a_turn_with_penalties_that_is_drained_is_the_turn_that_was_not(
     assert first == pytest.approx(second, abs=1e-3)
 
 
-async def test_prompt_logprobs_are_the_engines_own(stage: Stage) -> None:
+async def test_prompt_logprobs_are_the_engines_own(stage: FeatureStage) -> None:
     ours = (await stage.sampled(2, prompt_logprobs=2))["prompt_logprobs"]
     direct = (await stage.direct(2, prompt_logprobs=2))["prompt_logprobs"]
     assert (len(ours), ours[0], direct[0]) == (len(PROMPT), None, None)
@@ -164,7 +166,7 @@ async def test_prompt_logprobs_are_the_engines_own(stage: Stage) -> None:
             assert row["rank"] == theirs[token]["rank"]
 
 
-async def test_output_has_the_form_that_was_asked_for(stage: Stage) -> None:
+async def test_output_has_the_form_that_was_asked_for(stage: FeatureStage) -> None:
     form = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     form |= {"additionalProperties": False}
     body: dict[str, Any] = {"prompt": "go", "max_tokens": 60, "temperature": 0.0}
@@ -185,7 +187,7 @@ async def test_output_has_the_form_that_was_asked_for(stage: Stage) -> None:
     assert "worded refuses the turn" in answer["error"]["message"]
 
 
-async def test_a_structured_turn_that_is_drained_keeps_its_form(stage: Stage) -> None:
+async def test_a_structured_turn_that_is_drained_keeps_its_form(stage: FeatureStage) -> None:
     wish = {"structured_outputs": {"regex": "(ab|cd){150}"}}
     expected = await stage.sampled(301, ignore_eos=False, **wish)
     running = asyncio.create_task(stage.sampled(301, ignore_eos=False, **wish))
@@ -200,7 +202,7 @@ async def test_a_structured_turn_that_is_drained_keeps_its_form(stage: Stage) ->
     assert (len(tokens_of(moved)), moved["choices"][0]["finish_reason"]) == (301, "stop")
 
 
-async def test_a_turn_ends_at_the_models_end_of_sequence(stage: Stage) -> None:
+async def test_a_turn_ends_at_the_models_end_of_sequence(stage: FeatureStage) -> None:
     only = {"allowed_token_ids": [BYTES]}
     ended = await stage.sampled(9, ignore_eos=False, **only)
     assert (tokens_of(ended), ended["choices"][0]["finish_reason"]) == ([BYTES], "stop")
@@ -209,7 +211,7 @@ async def test_a_turn_ends_at_the_models_end_of_sequence(stage: Stage) -> None:
 
 
 async def test_calls_of_tools_are_found_by_vllms_parser_in_a_process_of_its_own(
-    stage: Stage,
+    stage: FeatureStage,
 ) -> None:
     body = {
         "messages": [{"role": "user", "content": "go"}],
@@ -232,7 +234,9 @@ async def test_calls_of_tools_are_found_by_vllms_parser_in_a_process_of_its_own(
     assert (message["content"], "tool_calls" in message) == ("hello", False)
 
 
-async def test_a_model_that_is_not_generative_is_asked_through_the_gateway(stage: Stage) -> None:
+async def test_a_model_that_is_not_generative_is_asked_through_the_gateway(
+    stage: FeatureStage,
+) -> None:
     inputs = [[1, 2, 3], [1, 2, 3], [9, 8, 7, 6]]
     status, answer = await stage.ask("/pooling", {"input": inputs}, stage.rewards)
     assert status == 200, answer

@@ -59,7 +59,7 @@ BAD = [
 
 
 @dataclass
-class Stage:
+class SglangStage:
     """Two SGLang servers, and a gateway that was given nothing but their URLs."""
 
     urls: list[str]
@@ -120,7 +120,7 @@ async def _ready(
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage]:
+async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SglangStage]:
     root = tmp_path_factory.mktemp("sglang")
     save_tiny_model(root / "model", dtype="float32")
     save_byte_tokenizer(root / "model")
@@ -134,7 +134,7 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
             await asyncio.gather(*(_ready(http, *each) for each in started))
             argv += [f"--replica={url}" for url in urls]
             async with Gateway(parse_settings(argv)) as gateway:
-                stage = Stage(urls, processes, gateway, http)
+                stage = SglangStage(urls, processes, gateway, http)
                 async with asyncio.timeout(30):
                     while gateway.status().usable < 2:  # noqa: ASYNC110
                         await asyncio.sleep(0.05)
@@ -163,7 +163,7 @@ def without_extras(value: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
-async def test_whole_answers_are_sglangs_own_key_by_key(stage: Stage, logprobs: bool) -> None:
+async def test_whole_answers_are_sglangs_own_key_by_key(stage: SglangStage, logprobs: bool) -> None:
     body = {**BODY, "return_logprob": logprobs}
     _, direct = await stage.post(stage.urls[0], body)
     status, ours = await stage.post(stage.url, body)
@@ -172,7 +172,7 @@ async def test_whole_answers_are_sglangs_own_key_by_key(stage: Stage, logprobs: 
     assert len(ours["output_ids"]) == GREEDY["max_new_tokens"]
 
 
-async def test_streams_are_sglangs_own_event_by_event(stage: Stage) -> None:
+async def test_streams_are_sglangs_own_event_by_event(stage: SglangStage) -> None:
     direct = await stage.events(stage.urls[0], BODY)
     ours = await stage.events(stage.url, BODY)
     assert comparable(without_extras(ours[-1])) == comparable(direct[-1])
@@ -183,7 +183,7 @@ async def test_streams_are_sglangs_own_event_by_event(stage: Stage) -> None:
             assert comparable(without_extras(event)) == comparable(theirs)
 
 
-async def test_text_in_and_out_is_sglangs(stage: Stage) -> None:
+async def test_text_in_and_out_is_sglangs(stage: SglangStage) -> None:
     body = {"text": "Hello", "sampling_params": GREEDY}
     _, direct = await stage.post(stage.urls[0], body)
     status, ours = await stage.post(stage.url, body)
@@ -191,7 +191,7 @@ async def test_text_in_and_out_is_sglangs(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("case", range(len(BAD)))
-async def test_bad_requests_get_sglangs_status(stage: Stage, case: int) -> None:
+async def test_bad_requests_get_sglangs_status(stage: SglangStage, case: int) -> None:
     theirs, direct = await stage.post(stage.urls[0], BAD[case])
     status, ours = await stage.post(stage.url, BAD[case])
     assert status == theirs, (direct, ours)
@@ -199,7 +199,7 @@ async def test_bad_requests_get_sglangs_status(stage: Stage, case: int) -> None:
         assert ours["error"]["message"]
 
 
-async def test_turns_outlive_a_killed_sglang_token_for_token(stage: Stage) -> None:
+async def test_turns_outlive_a_killed_sglang_token_for_token(stage: SglangStage) -> None:
     prompts = [[(5 * k + 11 * turn + 1) % VOCABULARY for k in range(30)] for turn in range(6)]
     sampling = {**GREEDY, "max_new_tokens": 300}
     bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts]

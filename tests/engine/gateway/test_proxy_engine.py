@@ -39,7 +39,7 @@ CONTROL = (
 
 
 @dataclass
-class Heard:
+class ReceivedTurn:
     """A gateway's receiver of one turn."""
 
     text: bytes = b""
@@ -78,15 +78,15 @@ class Way:
     near: Upstream
     far: Upstream
 
-    async def turn(self, name: str, tokens: int = 24, *, proxied: bool = True) -> Heard:
+    async def turn(self, name: str, tokens: int = 24, *, proxied: bool = True) -> ReceivedTurn:
         heard = await self.begin(name, tokens, proxied=proxied)
         async with asyncio.timeout(PATIENCE_S):
             await heard.over.wait()
         assert (heard.code, heard.error) == (200, None), heard.text
         return heard
 
-    async def begin(self, name: str, tokens: int, *, proxied: bool = True) -> Heard:
-        heard = Heard()
+    async def begin(self, name: str, tokens: int, *, proxied: bool = True) -> ReceivedTurn:
+        heard = ReceivedTurn()
         url = self.proxied if proxied else self.replica.url
         upstream = self.far if proxied else self.near
         sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
@@ -135,7 +135,7 @@ async def test_many_turns_at_once_share_no_byte(way: Way) -> None:
 
 
 async def test_a_gateway_that_hangs_up_ends_its_turn_in_the_engine(way: Way) -> None:
-    heard = Heard()
+    heard = ReceivedTurn()
     body = {"request_id": "left", "token_ids": PROMPT, "sampling": {"max_tokens": 400}}
     body["sampling"]["ignore_eos"] = True  # type: ignore[index]
     url = f"{way.proxied}/rose/v1/generate"
@@ -150,7 +150,7 @@ async def test_a_gateway_that_hangs_up_ends_its_turn_in_the_engine(way: Way) -> 
 
 @pytest.mark.parametrize("route", CONTROL)
 async def test_the_engines_own_secret_opens_nothing_from_afar(way: Way, route: str) -> None:
-    heard = Heard()
+    heard = ReceivedTurn()
     bearer = f"Authorization: {way.replica.headers['Authorization']}\r\n".encode()
     await way.far.post(way.proxied + route, b"{}", heard, bearer)
     async with asyncio.timeout(PATIENCE_S):

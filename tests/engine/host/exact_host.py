@@ -72,7 +72,7 @@ def bursts() -> list[Prompts]:
     ]
 
 
-class Engine:
+class ExactEngine:
     def __init__(self) -> None:
         self._llm = build()
         self._core = self._llm.llm_engine.engine_core.engine_core
@@ -186,7 +186,7 @@ def scribble(page: Path, ended: threading.Event) -> None:
             time.sleep(0.0005)
 
 
-def under_scribbles(engine: Engine, page: Path) -> list[list[int]]:
+def under_scribbles(engine: ExactEngine, page: Path) -> list[list[int]]:
     ended = threading.Event()
     vandal = threading.Thread(target=scribble, args=(page, ended))
     vandal.start()
@@ -197,12 +197,12 @@ def under_scribbles(engine: Engine, page: Path) -> list[list[int]]:
         vandal.join()
 
 
-def deleted_meanwhile(engine: Engine, page: Path) -> list[list[int]]:
+def deleted_meanwhile(engine: ExactEngine, page: Path) -> list[list[int]]:
     page.unlink()
     return engine.tokens()
 
 
-def observed(engine: Engine, page: Path) -> dict[str, Any]:
+def observed(engine: ExactEngine, page: Path) -> dict[str, Any]:
     def attach() -> bool:
         engine.scheduler.attach()
         return engine.scheduler.observer is not None
@@ -218,7 +218,7 @@ def observed(engine: Engine, page: Path) -> dict[str, Any]:
     return found
 
 
-def lending(engine: Engine, page: Path) -> dict[str, Any]:
+def lending(engine: ExactEngine, page: Path) -> dict[str, Any]:
     os.environ["ROSE_HOST_LEVEL"] = "lend"
     found: dict[str, Any] = {}
     for name, prepare in LENDS.items():
@@ -230,7 +230,7 @@ def lending(engine: Engine, page: Path) -> dict[str, Any]:
     return found
 
 
-def lent_meanwhile(engine: Engine) -> dict[str, Any]:
+def lent_meanwhile(engine: ExactEngine) -> dict[str, Any]:
     lends = engine.scheduler.lender is not None
     found = {"lends": lends, "answers": engine.answers(), "lent": engine.lent[:]}
     queue = engine.scheduler.kv_cache_manager.block_pool.free_block_queue
@@ -239,14 +239,14 @@ def lent_meanwhile(engine: Engine) -> dict[str, Any]:
     return found | {"granule_bytes": lender.pool.granule_bytes if lender is not None else 0}
 
 
-def stock(engine: Engine) -> dict[str, Any]:
+def stock(engine: ExactEngine) -> dict[str, Any]:
     return {"tokens": engine.tokens(), "answers": engine.answers()}
 
 
 def main() -> None:
     if PAGE:
         PAGE.parent.mkdir(exist_ok=True)
-    engine = Engine()
+    engine = ExactEngine()
     if PAGE is None:
         found = stock(engine)
     elif RANKS > 1:

@@ -55,7 +55,7 @@ def complete(
 
 
 @dataclass
-class Pair:
+class HostAndGuest:
     host: Started
     guest: Started
 
@@ -84,18 +84,18 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def pair(engines: list[Started]) -> Pair:
+def pair(engines: list[Started]) -> HostAndGuest:
     host, guest = engines
-    return Pair(host, guest)
+    return HostAndGuest(host, guest)
 
 
 @pytest.fixture(autouse=True)
-def granted_anew(pair: Pair) -> Iterator[None]:
+def granted_anew(pair: HostAndGuest) -> Iterator[None]:
     yield
     pair.node.reset()
 
 
-def test_host_section_follows_the_host_and_ends_idle(pair: Pair) -> None:
+def test_host_section_follows_the_host_and_ends_idle(pair: HostAndGuest) -> None:
     before = pair.page.host.read()
     assert before is not None, "the host publishes itself before its first request"
     assert before.idle
@@ -119,7 +119,7 @@ def test_host_section_follows_the_host_and_ends_idle(pair: Pair) -> None:
     assert after.kv_total > 0
 
 
-def test_latencies_arrive_under_the_clients_request_id(pair: Pair) -> None:
+def test_latencies_arrive_under_the_clients_request_id(pair: HostAndGuest) -> None:
     cursor = pair.page.latency.cursor
     sent_s: dict[str, float] = {}
     for name in ("load-1-0001", "5d0f1c9e-0a52-4f6e-9d6a-0123456789ab"):
@@ -140,7 +140,7 @@ def test_latencies_arrive_under_the_clients_request_id(pair: Pair) -> None:
         assert record.tpot_ns == pytest.approx((record.e2e_ns - record.ttft_ns) / 19, rel=0.01)
 
 
-def test_no_token_while_frozen_and_on_it_goes_after(pair: Pair) -> None:
+def test_no_token_while_frozen_and_on_it_goes_after(pair: HostAndGuest) -> None:
     pair.frozen()
     before = pair.guest_state()
     answers: list[dict[str, object]] = []
@@ -162,18 +162,18 @@ def test_no_token_while_frozen_and_on_it_goes_after(pair: Pair) -> None:
     assert pair.guest_state().tokens_total == before.tokens_total + 30
 
 
-def test_guest_aborts_go_through_while_frozen(pair: Pair) -> None:
+def test_guest_aborts_go_through_while_frozen(pair: HostAndGuest) -> None:
     pair.frozen()
     with pytest.raises(TimeoutError):
         complete(pair.guest, "given-up", 30, timeout_s=0.5)
     until(lambda: pair.guest_state().waiting == 0, 5.0, "the client that left is gone")
 
 
-def granted_share(pair: Pair) -> float | None:
+def granted_share(pair: HostAndGuest) -> float | None:
     return grant.slack_share if (grant := pair.page.grant.peek()) is not None else None
 
 
-def guest_tokens_while_host_is_busy(pair: Pair, slack_share: float) -> int:
+def guest_tokens_while_host_is_busy(pair: HostAndGuest, slack_share: float) -> int:
     pair.node.slack_share = slack_share
     until(lambda: granted_share(pair) == slack_share, 5.0, "the grant has this share")
     begun = last = pair.guest_state().tokens_total
@@ -194,7 +194,7 @@ def guest_tokens_while_host_is_busy(pair: Pair, slack_share: float) -> int:
     return last - begun
 
 
-def test_a_busy_host_lends_its_slack_only_when_told_to(pair: Pair) -> None:
+def test_a_busy_host_lends_its_slack_only_when_told_to(pair: HostAndGuest) -> None:
     assert guest_tokens_while_host_is_busy(pair, slack_share=0.0) == 0
     # The machine decides how many fit (`make bench-coserve`), the switch that some do: on a machine
     # with other work not in each answer of the host.
@@ -207,7 +207,7 @@ def test_a_busy_host_lends_its_slack_only_when_told_to(pair: Pair) -> None:
 
 @pytest.mark.parametrize(("ttl_s", "reason"), [(0.2, "grant_expired"), (0.5, "heartbeat_stale")])
 def test_silence_freezes_within_one_step_and_a_grant_revives(
-    pair: Pair, ttl_s: float, reason: str
+    pair: HostAndGuest, ttl_s: float, reason: str
 ) -> None:
     waits_ms, longest_step_ms = [], 0.0
     pair.node.ttl_s = ttl_s
@@ -239,7 +239,7 @@ def test_silence_freezes_within_one_step_and_a_grant_revives(
     assert max(waits_ms) < longest_step_ms + LATE_MS
 
 
-def test_an_orphaned_guest_ends_itself_and_the_host_serves_on(pair: Pair) -> None:
+def test_an_orphaned_guest_ends_itself_and_the_host_serves_on(pair: HostAndGuest) -> None:
     pair.guest.spend("it ends itself")
     pair.node.mode = None
     took_s = until(lambda: pair.guest.ended, pair.guest.spec.orphan_s + 20, "the guest has ended")

@@ -43,7 +43,7 @@ BAD = {
 
 
 @dataclass
-class Runs:
+class ReportedRuns:
     """Generated tokens, and the reports of the host with ROSE meanwhile."""
 
     stock: dict[str, Any]
@@ -74,7 +74,7 @@ def result(process: "subprocess.Popen[str]", most_s: float = 800) -> tuple[dict[
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts) -> Runs:
+def runs(tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts) -> ReportedRuns:
     folder = tmp_path_factory.mktemp("exact")
     save_tiny_model(folder / "model", dtype="float32")
     for _ in range(2):
@@ -89,11 +89,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts) 
         finally:
             without.kill()
             host.kill()
-    return Runs(stock, found["observed"], found["lending"], said)
+    return ReportedRuns(stock, found["observed"], found["lending"], said)
 
 
 @pytest.mark.parametrize("page", sorted(GOOD | BAD))
-def test_an_observed_host_generates_what_stock_vllm_does(runs: Runs, page: str) -> None:
+def test_an_observed_host_generates_what_stock_vllm_does(runs: ReportedRuns, page: str) -> None:
     stock = runs.stock["tokens"]
     assert len(stock) == 6
     assert all(len(tokens) == 48 for tokens in stock)
@@ -102,7 +102,9 @@ def test_an_observed_host_generates_what_stock_vllm_does(runs: Runs, page: str) 
 
 
 @pytest.mark.parametrize("page", ["whole", "not a page", "missing"])
-def test_a_host_that_is_to_lend_generates_what_stock_vllm_does(runs: Runs, page: str) -> None:
+def test_a_host_that_is_to_lend_generates_what_stock_vllm_does(
+    runs: ReportedRuns, page: str
+) -> None:
     stock = runs.stock["answers"]
     answers = [answer for burst in stock for answer in burst]
     assert len(answers) > 100
@@ -110,7 +112,7 @@ def test_a_host_that_is_to_lend_generates_what_stock_vllm_does(runs: Runs, page:
     assert runs.lending[page]["answers"] == stock
 
 
-def test_memory_went_out_and_came_back_under_it_all(runs: Runs) -> None:
+def test_memory_went_out_and_came_back_under_it_all(runs: ReportedRuns) -> None:
     whole = runs.lending["whole"]
     moves = [after - before for before, after in pairwise(whole["lent"])]
     lent, back = sum(move > 0 for move in moves), sum(move < 0 for move in moves)
@@ -121,14 +123,14 @@ def test_memory_went_out_and_came_back_under_it_all(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("page", ["not a page", "missing"])
-def test_without_a_good_page_the_host_is_the_stock_one(runs: Runs, page: str) -> None:
+def test_without_a_good_page_the_host_is_the_stock_one(runs: ReportedRuns, page: str) -> None:
     found = runs.lending[page]
     assert not found["lends"]
     assert found["lent"] == []
     assert found["queue"] == "FreeKVCacheBlockQueue"
 
 
-def test_each_bad_page_is_said_once(runs: Runs) -> None:
+def test_each_bad_page_is_said_once(runs: ReportedRuns) -> None:
     for words in ("has layout", "before the last boot", "chmod 600"):
         assert runs.said.count(words) == 1
     # Once while it was observed, once as it was to lend.

@@ -32,7 +32,7 @@ FOLDER, SCHEDULER, JOB = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 RANKS, SCENARIO = int(sys.argv[4]), sys.argv[5]
 
 
-class Model(nn.Module):
+class PolicyModel(nn.Module):
     """Rows that no number of ranks divides, and a head that is its embedding."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def save_gathered(state: dict[str, torch.Tensor], where: Path) -> None:
 
 
 def model() -> nn.Module:
-    made = Model().bfloat16().float()
+    made = PolicyModel().bfloat16().float()
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in made.blocks:
         fully_shard(block, mesh=mesh)

@@ -54,7 +54,7 @@ def sgd_like(tensors: dict[str, TensorBits], seed: int, size: float) -> dict[str
 
 
 @dataclass
-class Served:
+class ServedEngine:
     llm: Any
     publisher: VersionPublisher
     store: ChunkStore
@@ -128,7 +128,7 @@ def install_plugins(folder: Path) -> None:
 
 
 @contextmanager
-def served_model(root: Path, place: str | None = None, **options: Any) -> Iterator[Served]:
+def served_model(root: Path, place: str | None = None, **options: Any) -> Iterator[ServedEngine]:
     """A tiny model in vLLM with these `options` of it; the checkpoint is shared at `place`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
@@ -154,7 +154,7 @@ def served_model(root: Path, place: str | None = None, **options: Any) -> Iterat
         )
         store, key = ChunkStore(root / "store"), SigningKey.generate()
         publisher = VersionPublisher(store, job="test", trainer="test", key=key)
-        served = Served(llm, publisher, store, root / "model", base, base)
+        served = ServedEngine(llm, publisher, store, root / "model", base, base)
         served.rpc("rose_weights_init", str(root / "model"), key.verify_key.hex, None, place)
         yield served
         llm.llm_engine.engine_core.shutdown()
@@ -163,7 +163,7 @@ def served_model(root: Path, place: str | None = None, **options: Any) -> Iterat
 @pytest.fixture(scope="module")
 def served(
     tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts
-) -> Iterator[Served]:
+) -> Iterator[ServedEngine]:
     engine_starts.note()
     executor = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     with served_model(
@@ -207,7 +207,7 @@ def proofs_hold(report: dict[str, Any]) -> bool:
     return bool(report["digest_ok"] and report["probe_ok"] and not report["probe_max_abs_diff"])
 
 
-def test_versions_activate_with_proofs_while_a_request_runs(served: Served) -> None:
+def test_versions_activate_with_proofs_while_a_request_runs(served: ServedEngine) -> None:
     before = served.greedy()
     served.start(64)
     for _ in range(5):
@@ -238,7 +238,7 @@ def test_versions_activate_with_proofs_while_a_request_runs(served: Served) -> N
     assert served.greedy() == before, "the first weights came back, so must their tokens"
 
 
-def test_one_corrupted_live_weight_is_caught(served: Served) -> None:
+def test_one_corrupted_live_weight_is_caught(served: ServedEngine) -> None:
     names = ("model.layers.1.mlp.gate_up_proj.weight", "model.layers.0.self_attn.qkv_proj.weight")
     for parameter in names:
         served.run(flip(parameter, index=1234, mask=0x4000))
@@ -250,7 +250,7 @@ def test_one_corrupted_live_weight_is_caught(served: Served) -> None:
     assert served.run(prove) == (True, True, 0.0)
 
 
-def test_a_stale_packed_copy_is_caught_by_the_probe_alone(served: Served) -> None:
+def test_a_stale_packed_copy_is_caught_by_the_probe_alone(served: ServedEngine) -> None:
     def pack(worker: Any) -> None:
         layer = worker.model_runner.model.lm_head
         copy = layer.weight.detach().clone()
@@ -271,14 +271,14 @@ def test_a_stale_packed_copy_is_caught_by_the_probe_alone(served: Served) -> Non
     assert served.run(prove) == (True, True, 0.0)
 
 
-def test_an_update_for_other_weights_is_refused(served: Served) -> None:
+def test_an_update_for_other_weights_is_refused(served: ServedEngine) -> None:
     served.publisher.publish(90, 89, served.active, sgd_like(served.active, seed=4, size=1e-4))
     with pytest.raises(WrongBaseError):
         served.stage(90)
     assert served.run(prove) == (True, True, 0.0)
 
 
-def test_an_update_is_prepared_between_the_engines_steps(served: Served) -> None:
+def test_an_update_is_prepared_between_the_engines_steps(served: ServedEngine) -> None:
     moved = sgd_like(served.active, seed=8, size=1e-4)
     served.publisher.publish(88, 4, served.active, moved)
     served.publisher.publish(89, 88, moved, served.active)
@@ -305,7 +305,7 @@ def test_an_update_is_prepared_between_the_engines_steps(served: Served) -> None
     served.version = 89
 
 
-def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: Served) -> None:
+def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: ServedEngine) -> None:
     """Beside embeddings and head; what it computes is what a load of the whole model computes."""
 
     def measure(worker: Any) -> tuple[list[int], dict[str, int], bool]:
@@ -350,7 +350,7 @@ def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: Served) -> None:
     assert len(peaks) >= 5, "a piece for each layer"
 
 
-def test_a_chain_and_then_a_base_come_into_force_at_once(served: Served) -> None:
+def test_a_chain_and_then_a_base_come_into_force_at_once(served: ServedEngine) -> None:
     """A replica that lags gets several manifests, or all weights anew."""
     first, held = served.version + 2, served.version
     one, two, three = (sgd_like(served.base, seed=seed, size=1e-4) for seed in (11, 12, 13))
@@ -368,7 +368,7 @@ def test_a_chain_and_then_a_base_come_into_force_at_once(served: Served) -> None
 
 
 def test_another_jobs_weights_come_into_force_through_a_base_only(
-    served: Served, tmp_path: Path
+    served: ServedEngine, tmp_path: Path
 ) -> None:
     """A replica that another job leased gets versions below its own, and back again."""
     store = ChunkStore(tmp_path)
@@ -403,7 +403,7 @@ def test_another_jobs_weights_come_into_force_through_a_base_only(
     assert served.finish() == before
 
 
-def test_faulty_workers_claim_what_is_not_there(served: Served) -> None:
+def test_faulty_workers_claim_what_is_not_there(served: ServedEngine) -> None:
     """The demo's controls: by an engine's own report nobody can tell."""
 
     def becomes(kind: str) -> Any:

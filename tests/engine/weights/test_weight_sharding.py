@@ -36,7 +36,7 @@ ENVIRONMENT = {
 
 
 @dataclass
-class Case:
+class ShardingCase:
     config: Any
     base: dict[str, TensorBits]
     new: dict[str, TensorBits]
@@ -74,7 +74,7 @@ def sparse_step(old: dict[str, TensorBits]) -> dict[str, TensorBits]:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ShardingCase:
     root: Path = tmp_path_factory.mktemp(request.param)
     save_model(request.param, root / "model")
     base = read_model_dir(root / "model")
@@ -83,10 +83,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     manifest = VersionPublisher(store, job="test", trainer="test", key=key).publish(1, 0, base, new)
     chunks = {chunk.id: store.get(chunk.id) for chunk in manifest.chunks}
     staged = Receiver(base).decode(manifest, chunks, key.verify_key, manifest.created_s)
-    return Case(engine_config(root / "model"), base, new, staged)
+    return ShardingCase(engine_config(root / "model"), base, new, staged)
 
 
-def loader(case: Case) -> Any:
+def loader(case: ShardingCase) -> Any:
     import torch
 
     from weight_transfer.vllm.worker import VllmLoader
@@ -94,13 +94,13 @@ def loader(case: Case) -> Any:
     return VllmLoader(case.config, torch.device("cpu"))
 
 
-def meta_skeleton(case: Case) -> Any:
+def meta_skeleton(case: ShardingCase) -> Any:
     import torch
 
     return loader(case).skeleton(torch.device("meta"))
 
 
-def load(case: Case, tensors: dict[str, TensorBits]) -> Any:
+def load(case: ShardingCase, tensors: dict[str, TensorBits]) -> Any:
     from weight_transfer.apply.reference import load_fresh, overlay
 
     return load_fresh(loader(case), tensors, overlay(tensors, {}))
@@ -121,7 +121,7 @@ def never() -> Any:
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_every_rank_becomes_what_a_dense_load_of_the_new_weights_makes_it(
-    case: Case, size: int
+    case: ShardingCase, size: int
 ) -> None:
 
     from weight_transfer.apply.loader_map import LoaderMap
@@ -160,7 +160,7 @@ def launched_by_torch(piece: Any, packed: Any, counts: Any, *, back: bool) -> No
 
 @pytest.mark.parametrize("resident_bytes", [0, 1 << 30])
 def test_what_a_device_is_given_makes_the_same_of_every_rank(
-    case: Case, resident_bytes: int, monkeypatch: pytest.MonkeyPatch
+    case: ShardingCase, resident_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
     from weight_transfer.apply import loader_map as maps
@@ -185,7 +185,7 @@ def test_what_a_device_is_given_makes_the_same_of_every_rank(
             assert differing(live, load(case, case.base)) == []
 
 
-def test_these_models_do_shard_replicate_and_pad(case: Case) -> None:
+def test_these_models_do_shard_replicate_and_pad(case: ShardingCase) -> None:
     with as_rank(case.config, 7, 8):
         model = load(case, case.base)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -200,7 +200,7 @@ def test_these_models_do_shard_replicate_and_pad(case: Case) -> None:
 
 @pytest.mark.parametrize("case", ["qwen3-moe"], indirect=True)
 def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
-    case: Case, monkeypatch: pytest.MonkeyPatch
+    case: ShardingCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
     from vllm import _custom_ops

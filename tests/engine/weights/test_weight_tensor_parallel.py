@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from engine_starts import EngineStarts
-from test_weight_apply import Served, proofs_hold, served_model, sgd_like
+from test_weight_apply import ServedEngine, proofs_hold, served_model, sgd_like
 
 from weight_transfer.apply.replica_weights import merged
 
@@ -25,7 +25,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def served(
     tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts
-) -> Iterator[Served]:
+) -> Iterator[ServedEngine]:
     root = tmp_path_factory.mktemp("ranks")
     engine_starts.note()
     with served_model(
@@ -37,11 +37,11 @@ def served(
         yield served
 
 
-def on_all(served: Served, method: str, *args: object) -> list[Any]:
+def on_all(served: ServedEngine, method: str, *args: object) -> list[Any]:
     return list(served.llm.collective_rpc(method, args=args))
 
 
-def apply(served: Served, version: int) -> dict[str, Any]:
+def apply(served: ServedEngine, version: int) -> dict[str, Any]:
     manifest = str(served.store.manifest_path(version))
     chunks, attempt = str(served.store.chunks_dir), secrets.token_hex(8)
     on_all(served, "rose_weights_decode", [manifest], chunks, attempt)
@@ -63,7 +63,7 @@ def segments(label: str) -> list[set[str]]:
     return found
 
 
-def test_two_ranks_follow_versions_on_one_copy(served: Served) -> None:
+def test_two_ranks_follow_versions_on_one_copy(served: ServedEngine) -> None:
     before = served.greedy()
     new = sgd_like(served.base, seed=1, size=1e-3)
     served.publisher.publish(1, 0, served.base, new)
@@ -80,7 +80,7 @@ def test_two_ranks_follow_versions_on_one_copy(served: Served) -> None:
     assert len(maps[0]) == 1, "one memory, and both ranks have it"
 
 
-def test_after_it_all_live_weights_are_the_published_ones(served: Served) -> None:
+def test_after_it_all_live_weights_are_the_published_ones(served: ServedEngine) -> None:
     from weight_transfer.apply.probe import Part, judge
 
     answers = on_all(served, "rose_weights_audit", 1 << 40, True)

@@ -58,7 +58,7 @@ class Mlp(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-class Model(nn.Module):
+class TrainedModel(nn.Module):
     """Rows that no number of ranks divides, unless `even`; a buffer, a scalar, an integer."""
 
     def __init__(self, even: bool = False) -> None:
@@ -114,7 +114,7 @@ def train(model: nn.Module, where: Path, dtype: torch.dtype | None, **options: o
 
 
 def fsdp(even: bool = False, mesh: DeviceMesh | None = None) -> nn.Module:
-    model = Model(even)
+    model = TrainedModel(even)
     mesh = mesh or init_device_mesh("cpu", (RANKS,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -142,7 +142,7 @@ def scenario_hsdp() -> None:
 def scenario_fsdp_tp() -> None:
     """Torch calls the rows of `up` strided: tensor parallelism cuts them first, FSDP second."""
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "tp"))
-    model = Model(even=True)
+    model = TrainedModel(even=True)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], plan)
