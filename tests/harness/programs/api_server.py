@@ -40,7 +40,7 @@ MERGE: Final = "application/merge-patch+json"
 STRATEGIC: Final = "application/strategic-merge-patch+json"
 
 
-class ApiServer:
+class ApiClient:
     """Speaks JSON to the server of a kubeconfig that has a client's certificate."""
 
     def __init__(self, kubeconfig: Path) -> None:
@@ -110,10 +110,10 @@ class ApiServer:
             until(lambda: self.has(group), 30, "the definition is served", every_s=POLL_S)
 
 
-def definitions_server() -> ApiServer:
+def definitions_server() -> ApiClient:
     """Return the server that takes definitions: a newer one beside an old server."""
     beside = Path(RUN) / "kubeconfig-crds"
-    return ApiServer(beside if RUN and beside.exists() else Path(KUBECONFIG))
+    return ApiClient(beside if RUN and beside.exists() else Path(KUBECONFIG))
 
 
 def refusal(error: urllib.error.HTTPError) -> str:
@@ -121,7 +121,7 @@ def refusal(error: urllib.error.HTTPError) -> str:
     return str(json.loads(error.read()).get("message", ""))
 
 
-class Process:
+class ApiServerProcess:
     """A process of the API server's, which is killed and started again as it was."""
 
     def __init__(self, name: str) -> None:
@@ -167,7 +167,7 @@ def _lives(pid: int) -> bool:
 
 def compact() -> None:
     """Have etcd forget everything but what is there now."""
-    endpoint = Process("etcd").flag("listen-client-urls")
+    endpoint = ApiServerProcess("etcd").flag("listen-client-urls")
     revision = _asked(f"{endpoint}/v3/maintenance/status", {})["header"]["revision"]
     try:
         _asked(f"{endpoint}/v3/kv/compaction", {"revision": revision})

@@ -53,7 +53,7 @@ def serve() -> Iterator[Callable[[Callable[[], str]], str]]:
     servers = []
 
     def start(text: Callable[[], str]) -> str:
-        class Handler(BaseHTTPRequestHandler):
+        class MetricsHandler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 body = text().encode()
@@ -68,7 +68,7 @@ def serve() -> Iterator[Callable[[Callable[[], str]], str]]:
             def log_message(self, *_: object) -> None:
                 pass
 
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), MetricsHandler)
         servers.append(server)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         return f"127.0.0.1:{server.server_port}"

@@ -101,7 +101,7 @@ class Server:
         self.down = why or ApiError(0, "the API server does not answer (refused)")
 
 
-class Scheduler:
+class PolicyScheduler:
     """Puts policies in force; `refuses`: names that it does not."""
 
     def __init__(self) -> None:
@@ -147,9 +147,9 @@ class Scheduler:
         }
 
 
-class Bench:
+class ControllerBench:
     def __init__(self, *label_keys: str) -> None:
-        self.server, self.scheduler = Server(), Scheduler()
+        self.server, self.scheduler = Server(), PolicyScheduler()
         self.said: list[str] = []
         self.controller = PolicyController(
             self.server,  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def running(bench: Bench) -> AsyncIterator[Bench]:
+async def running(bench: ControllerBench) -> AsyncIterator[ControllerBench]:
     task = asyncio.create_task(bench.controller.run())
     try:
         yield bench
@@ -187,7 +187,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_objects_become_policies_and_say_so() -> None:
-    bench = Bench()
+    bench = ControllerBench()
     bench.server.put("chat", mode="Active")
     async with running(bench):
         await bench.until(lambda: bench.ready("chat") == ("True", "Active"))
@@ -200,7 +200,7 @@ async def test_objects_become_policies_and_say_so() -> None:
 
 
 async def test_a_status_is_written_once_while_nothing_differs() -> None:
-    bench = Bench()
+    bench = ControllerBench()
     bench.server.put("chat")
     async with running(bench):
         await bench.until(lambda: len(bench.scheduler.heard) > 20)
@@ -211,7 +211,7 @@ async def test_a_status_is_written_once_while_nothing_differs() -> None:
 
 
 async def test_a_server_that_is_gone_says_nothing_fresh_and_what_went_meanwhile_is_found() -> None:
-    bench = Bench()
+    bench = ControllerBench()
     bench.server.put("chat")
     bench.server.put("code")
     async with running(bench):
@@ -233,7 +233,7 @@ async def test_a_server_that_is_gone_says_nothing_fresh_and_what_went_meanwhile_
 
 
 async def test_labels_of_kubernetes_nodes_are_read_by_the_keys_that_were_asked_for() -> None:
-    bench = Bench("pool", "example.com/*")
+    bench = ControllerBench("pool", "example.com/*")
     said = {"pool": "a", "example.com/zone": "z", "kubernetes.io/hostname": "n0", "pools": "b"}
     bench.server.node_labels = {"n0": {"labels": said}, "n1": {}}
     async with running(bench):
@@ -255,7 +255,7 @@ async def test_labels_of_kubernetes_nodes_are_read_by_the_keys_that_were_asked_f
 
 
 async def test_without_keys_no_node_is_asked_for() -> None:
-    bench = Bench()
+    bench = ControllerBench()
     async with running(bench):
         await bench.until(lambda: len(bench.scheduler.heard) > 5)
     assert bench.server.asked_nodes == 0
@@ -263,7 +263,7 @@ async def test_without_keys_no_node_is_asked_for() -> None:
 
 
 async def test_a_server_that_permits_nothing_is_named() -> None:
-    bench = Bench()
+    bench = ControllerBench()
     bench.server.kill(ApiError(403, "forbidden: cannot list rosecapacitypolicies"))
     async with running(bench):
         await bench.until(lambda: bench.controller.troubles())
@@ -272,7 +272,7 @@ async def test_a_server_that_permits_nothing_is_named() -> None:
 
 
 async def test_what_cannot_be_taken_is_said_on_the_object_alone() -> None:
-    bench = Bench()
+    bench = ControllerBench()
     bench.scheduler.in_force["own"] = policy_of({"name": "own"})
     bench.scheduler.refuses.add("own")
     bench.server.put("own")
@@ -287,7 +287,7 @@ async def test_what_cannot_be_taken_is_said_on_the_object_alone() -> None:
 
 
 async def test_nothing_is_fresh_before_it_is_durable() -> None:
-    bench = Bench()
+    bench = ControllerBench()
     bench.scheduler.stalled = True
     bench.server.put("chat")
     async with running(bench):
@@ -300,7 +300,7 @@ async def test_nothing_is_fresh_before_it_is_durable() -> None:
 
 
 async def test_a_conflict_is_written_again_from_what_is_there_then() -> None:
-    bench = Bench()
+    bench = ControllerBench()
     bench.server.conflicts = 3
     bench.server.put("chat")
     async with running(bench):
@@ -309,7 +309,7 @@ async def test_a_conflict_is_written_again_from_what_is_there_then() -> None:
 
 
 async def test_objects_are_read_anew_only_where_a_version_differs() -> None:
-    bench = Bench()
+    bench = ControllerBench()
     bench.server.put("chat")
     async with running(bench):
         await bench.until(lambda: bench.server.statuses)
@@ -328,7 +328,7 @@ async def test_objects_are_read_anew_only_where_a_version_differs() -> None:
     ids=repr,
 )
 async def test_a_list_that_is_none_proves_nothing_and_deletes_nothing(torn: bytes) -> None:
-    bench = Bench()
+    bench = ControllerBench()
     bench.server.put("chat")
     async with running(bench):
         await bench.until(lambda: bench.scheduler.heard)

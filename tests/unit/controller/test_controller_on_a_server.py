@@ -30,9 +30,9 @@ from tests.harness.programs.api_server import (
     MARKS,
     MERGE,
     RUN,
-    ApiServer,
+    ApiClient,
+    ApiServerProcess,
     Object,
-    Process,
     compact,
     needs_processes,
 )
@@ -55,7 +55,7 @@ def policy(name: str, **spec: Any) -> Object:
 class Objects:
     """The operator's side: objects as they are written."""
 
-    def __init__(self, server: ApiServer) -> None:
+    def __init__(self, server: ApiClient) -> None:
         self._server = server
 
     def put(self, name: str, **spec: Any) -> None:
@@ -91,14 +91,14 @@ class Objects:
 
 
 @pytest.fixture(scope="module")
-def server() -> ApiServer:
-    found = ApiServer(Path(KUBECONFIG))
+def server() -> ApiClient:
+    found = ApiClient(Path(KUBECONFIG))
     found.have_definition()
     return found
 
 
 @pytest.fixture
-def objects(server: ApiServer) -> Iterator[Objects]:
+def objects(server: ApiClient) -> Iterator[Objects]:
     made = Objects(server)
     for name in made.names():
         made.delete(name)
@@ -110,7 +110,7 @@ def objects(server: ApiServer) -> Iterator[Objects]:
 class Cut:
     """A way to the API server that is cut as it is when the server is killed."""
 
-    def __init__(self, server: ApiServer) -> None:
+    def __init__(self, server: ApiClient) -> None:
         host, _, port = server.url.removeprefix("https://").partition(":")
         self._to = host, int(port or 443)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -154,13 +154,13 @@ def _pass_on(source: socket.socket, sink: socket.socket) -> None:
 
 
 @pytest.fixture
-def cut(server: ApiServer) -> Iterator[Cut]:
+def cut(server: ApiClient) -> Iterator[Cut]:
     made = Cut(server)
     yield made
     made.close()
 
 
-def kubeconfig(server: ApiServer, folder: Path, url: str = "", token: str = "") -> Path:
+def kubeconfig(server: ApiClient, folder: Path, url: str = "", token: str = "") -> Path:
     """A file for the same user at another address, or for the bearer of a token."""
     import yaml
 
@@ -174,7 +174,7 @@ def kubeconfig(server: ApiServer, folder: Path, url: str = "", token: str = "") 
     return file
 
 
-class Serving:
+class ServingScheduler:
     """A scheduler in this loop, with one node that tells it is there."""
 
     def __init__(self, folder: Path, config: Path) -> None:
@@ -251,8 +251,8 @@ class Serving:
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, config: Path) -> AsyncIterator[Serving]:
-    made = Serving(folder, config)
+async def serving(folder: Path, config: Path) -> AsyncIterator[ServingScheduler]:
+    made = ServingScheduler(folder, config)
     try:
         yield made
     finally:
@@ -305,7 +305,7 @@ async def test_what_cannot_be_is_said_on_the_object(objects: Objects, tmp_path: 
 
 
 async def test_without_the_api_server_the_last_policy_holds_and_then_its_nodes_are_held(
-    server: ApiServer, objects: Objects, cut: Cut, tmp_path: Path
+    server: ApiClient, objects: Objects, cut: Cut, tmp_path: Path
 ) -> None:
     objects.put("chat", mode="Active")
     objects.put("other")
@@ -338,7 +338,7 @@ async def _write_on(objects: Objects, draw: random.Random, times: int) -> None:
         await asyncio.sleep(draw.uniform(0.0, 0.1))
 
 
-async def _agrees(run: Serving, objects: Objects) -> None:
+async def _agrees(run: ServingScheduler, objects: Objects) -> None:
     """Return True if the policies in force are those of the objects."""
 
     async def differs() -> bool:
@@ -349,7 +349,7 @@ async def _agrees(run: Serving, objects: Objects) -> None:
 
 
 async def test_however_often_it_is_cut_off_it_ends_with_what_is_there(
-    server: ApiServer, objects: Objects, cut: Cut, tmp_path: Path
+    server: ApiClient, objects: Objects, cut: Cut, tmp_path: Path
 ) -> None:
     seed = random.randrange(1 << 32)
     sys.stdout.write(f"seed {seed}\n")
@@ -369,7 +369,7 @@ async def test_it_outlives_kills_of_the_api_server_and_compactions(
     objects: Objects, tmp_path: Path
 ) -> None:
     names = [name for name in SERVERS if (Path(RUN) / f"{name}.pid").exists()]
-    servers = [Process(name) for name in names]
+    servers = [ApiServerProcess(name) for name in names]
     seed = random.randrange(1 << 32)
     sys.stdout.write(f"seed {seed}\n")
     draw = random.Random(seed)
@@ -387,7 +387,7 @@ async def test_it_outlives_kills_of_the_api_server_and_compactions(
 
 
 async def test_many_writers_conflict_and_the_status_speaks_of_the_newest(
-    server: ApiServer, objects: Objects, tmp_path: Path
+    server: ApiClient, objects: Objects, tmp_path: Path
 ) -> None:
     objects.put("chat", mode="Active")
     async with serving(tmp_path, Path(KUBECONFIG)) as run:
@@ -408,7 +408,7 @@ async def test_many_writers_conflict_and_the_status_speaks_of_the_newest(
 
 
 async def test_without_permission_one_line_says_so_and_the_charts_role_is_enough(
-    server: ApiServer, objects: Objects, tmp_path: Path
+    server: ApiClient, objects: Objects, tmp_path: Path
 ) -> None:
     from tests.unit.helm.rendering import objects as rendered
 

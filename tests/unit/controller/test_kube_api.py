@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class Configuration:
+class TokenConfiguration:
     """The client's configuration, with a token."""
 
     def __init__(self, host: str) -> None:
@@ -73,7 +73,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
 def api(server: ThreadingHTTPServer) -> Iterator[KubeApi]:
     Handler.asked = []
     with urllib3.PoolManager() as pool:
-        yield KubeApi(pool, Configuration(f"http://127.0.0.1:{server.server_port}"))
+        yield KubeApi(pool, TokenConfiguration(f"http://127.0.0.1:{server.server_port}"))
 
 
 def answer(code: int, *chunks: bytes | None) -> None:
@@ -215,7 +215,7 @@ def test_a_pod_is_named_whole_and_only_where_its_api_server_is_asked() -> None:
 
 def test_a_server_that_is_not_there_does_not_answer() -> None:
     with urllib3.PoolManager() as pool:
-        api = KubeApi(pool, Configuration("http://127.0.0.1:1"))
+        api = KubeApi(pool, TokenConfiguration("http://127.0.0.1:1"))
         with pytest.raises(ApiError, match="does not answer"):
             api.list()
 

@@ -329,7 +329,7 @@ def test_what_was_leased_before_a_silence_is_void_even_if_it_was_never_confirmed
     assert replica.restarted(6)
 
 
-class Told:
+class LastReports:
     """The last reports about a replica, beside the machine under test."""
 
     def __init__(self, allowed: int) -> None:
@@ -363,7 +363,7 @@ class Told:
 def test_turns_go_only_to_who_was_last_heard_alive_and_within_the_bound(
     allowed: int, script: list[tuple[str, bool, int, int]]
 ) -> None:
-    told = Told(allowed)
+    told = LastReports(allowed)
     for what, alive, behind, epoch in script:
         getattr(told, what)(alive, behind, epoch)
         if told.replica.takes_turns:

@@ -236,12 +236,12 @@ async def attached(
 ) -> AsyncIterator["asyncio.Task[None]"]:
     """A node's session with a scheduler that serves streams by `attach`; its log in `folder`."""
 
-    class Scheduler(SchedulerServicer):
+    class SchedulerOfNode(SchedulerServicer):
         async def Attach(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
             await attach(request_iterator, context)
 
     server = make_server()
-    add_SchedulerServicer_to_server(Scheduler(), server)
+    add_SchedulerServicer_to_server(SchedulerOfNode(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     events = EventLog(folder, "n0")

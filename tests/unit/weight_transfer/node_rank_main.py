@@ -22,7 +22,7 @@ def say(**fields: object) -> None:
     sys.stdout.flush()
 
 
-class Rank:
+class NodeRank:
     def __init__(self, root: Path, place: Path, hold_at: int) -> None:
         self._copy = NodeCopy(Checkpoint.open(root / "model"), place)
         self._receiver, self._store = Receiver.over(self._copy), ChunkStore(root / "store")
@@ -59,7 +59,7 @@ class Rank:
 
 def main(root: str, place: str, versions: str, hold_at: str = "-1") -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    rank = Rank(Path(root), Path(place), int(hold_at))
+    rank = NodeRank(Path(root), Path(place), int(hold_at))
     for version in range(1, int(versions) + 1):
         rank.follow(version)
         signal.sigwait({signal.SIGUSR1})

@@ -41,7 +41,7 @@ from tests.harness.programs.api_server import (
     MERGE,
     POLL_S,
     STRATEGIC,
-    ApiServer,
+    ApiClient,
 )
 from tests.harness.waiting import until
 from tests.unit.helm.rendering import (
@@ -70,7 +70,7 @@ ADMIN_ACCESS = "resource.kubernetes.io/admin-access"
 class StandIn:
     """Ends jobs and pods of tests, as a controller and a kubelet would; `phase` is how pods end."""
 
-    def __init__(self, server: ApiServer) -> None:
+    def __init__(self, server: ApiClient) -> None:
         self.phase = "Succeeded"
         self._server = server
         self._over = threading.Event()
@@ -114,8 +114,8 @@ class StandIn:
 
 
 @pytest.fixture
-def server() -> ApiServer:
-    found = ApiServer(Path(KUBECONFIG))
+def server() -> ApiClient:
+    found = ApiClient(Path(KUBECONFIG))
     if not found.has(f"/api/v1/namespaces/{NAMESPACE}"):
         namespace: Object = {"metadata": {"name": NAMESPACE}}
         found.call("/api/v1/namespaces", "POST", namespace)
@@ -126,14 +126,14 @@ def server() -> ApiServer:
 
 
 @pytest.fixture
-def stand_in(server: ApiServer) -> Iterator[StandIn]:
+def stand_in(server: ApiClient) -> Iterator[StandIn]:
     made = StandIn(server)
     yield made
     made.close()
 
 
 @pytest.fixture
-def chart(server: ApiServer, tmp_path: Path) -> str:
+def chart(server: ApiClient, tmp_path: Path) -> str:
     """A copy of the chart for a server of any age."""
     copy = tmp_path / "rose"
     shutil.copytree(CHART, copy)
@@ -155,12 +155,12 @@ def chart(server: ApiServer, tmp_path: Path) -> str:
     return str(copy)
 
 
-def minor(server: ApiServer) -> int:
+def minor(server: ApiClient) -> int:
     """N of 1.N."""
     return int(server.call("/version")["minor"].rstrip("+"))
 
 
-def policy(server: ApiServer) -> Object:
+def policy(server: ApiClient) -> Object:
     path = f"/api/v1/namespaces/{NAMESPACE}/configmaps/{RELEASE}-policy"
     return json.loads(server.call(path)["data"]["policy.json"])  # type: ignore[no-any-return]
 
@@ -169,7 +169,7 @@ def revisions(helm: Config) -> list[Any]:
     return [each.get("revision") or each.get("version") for each in helm.history(RELEASE)]
 
 
-def test_a_release_lives_and_leaves(server: ApiServer, stand_in: StandIn, chart: str) -> None:
+def test_a_release_lives_and_leaves(server: ApiClient, stand_in: StandIn, chart: str) -> None:
     helm = Config(kubeconfig_path=KUBECONFIG, namespace=NAMESPACE)
     # The server's own CRDs are its owner's, and old ones know no rules.
     values = joined(LEAST, {"crds": {"install": False}})
@@ -202,7 +202,7 @@ def test_a_release_lives_and_leaves(server: ApiServer, stand_in: StandIn, chart:
 
 
 def test_an_upgrade_keeps_the_ca_and_refuses_other_members_of_the_etcd(
-    server: ApiServer, stand_in: StandIn, chart: str
+    server: ApiClient, stand_in: StandIn, chart: str
 ) -> None:
     helm = Config(kubeconfig_path=KUBECONFIG, namespace=NAMESPACE)
     values: Object = {"crds": {"install": False}}
@@ -228,7 +228,7 @@ def test_an_upgrade_keeps_the_ca_and_refuses_other_members_of_the_etcd(
     [{}, SECRETS, RELAY, ACTIVE, TRIAL, ASK],
     ids=["least", "tls", "relay", "on", "trial", "ask"],
 )
-def test_what_is_rendered_is_applied_by_the_server(server: ApiServer, values: Object) -> None:
+def test_what_is_rendered_is_applied_by_the_server(server: ApiClient, values: Object) -> None:
     asked, accounts = 0, []
     # A pod is admitted where its service account is.
     made = sorted(objects(values).values(), key=lambda each: each["kind"] != "ServiceAccount")
@@ -298,7 +298,7 @@ def day_one() -> tuple[list[list[str]], str]:
 
 
 def test_day_one_is_four_commands(
-    server: ApiServer, stand_in: StandIn, chart: str, tmp_path: Path
+    server: ApiClient, stand_in: StandIn, chart: str, tmp_path: Path
 ) -> None:
     commands, patch = day_one()
     assert len(commands) == 4
@@ -359,7 +359,7 @@ class Posing:
 
 
 @contextlib.contextmanager
-def administrator(server: ApiServer) -> Iterator[urllib3.PoolManager]:
+def administrator(server: ApiClient) -> Iterator[urllib3.PoolManager]:
     said = yaml.safe_load(Path(KUBECONFIG).read_text())["users"][0]["user"]
     certificate, key = said["client-certificate"], said["client-key"]
     with urllib3.PoolManager(ca_certs=server.ca, cert_file=certificate, key_file=key) as pool:
@@ -367,7 +367,7 @@ def administrator(server: ApiServer) -> Iterator[urllib3.PoolManager]:
 
 
 def test_a_schedulers_token_labels_a_pod_and_changes_no_spec(
-    server: ApiServer, stand_in: StandIn, chart: str
+    server: ApiClient, stand_in: StandIn, chart: str
 ) -> None:
     helm = Config(kubeconfig_path=KUBECONFIG, namespace=NAMESPACE)
     named: Object = {"crds": {"install": False}, "controller": {"nodeLabels": ["rose.dev/*"]}}
@@ -402,7 +402,7 @@ def test_a_schedulers_token_labels_a_pod_and_changes_no_spec(
 
 
 def test_a_node_asks_and_the_signer_signs_by_the_rights_that_they_have(
-    server: ApiServer, stand_in: StandIn, chart: str, tmp_path: Path
+    server: ApiClient, stand_in: StandIn, chart: str, tmp_path: Path
 ) -> None:
     helm = Config(kubeconfig_path=KUBECONFIG, namespace=NAMESPACE)
     values = joined(LEAST, OWN_CA, {"crds": {"install": False}})

@@ -17,7 +17,7 @@ from tests.harness.programs.api_server import (
     KUBECONFIG,
     MARKS,
     MERGE,
-    ApiServer,
+    ApiClient,
     Object,
     definitions_server,
     refusal,
@@ -30,8 +30,8 @@ TRIED = f"{PATH}?dryRun=All&fieldValidation=Strict"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ApiServer]:
-    found = ApiServer(Path(KUBECONFIG))
+def server() -> Iterator[ApiClient]:
+    found = ApiClient(Path(KUBECONFIG))
     found.have_definition()
     yield found
     found.delete(f"{PATH}/{NAME}")
@@ -94,30 +94,30 @@ BAD: list[tuple[Object, str]] = [
 
 
 @pytest.mark.parametrize("spec", GOOD, ids=str)
-def test_what_may_be_is_taken(server: ApiServer, spec: Object) -> None:
+def test_what_may_be_is_taken(server: ApiClient, spec: Object) -> None:
     server.call(TRIED, "POST", policy(**spec))
 
 
 @pytest.mark.parametrize(("spec", "words"), BAD, ids=str)
-def test_what_cannot_be_is_refused_in_words(server: ApiServer, spec: Object, words: str) -> None:
+def test_what_cannot_be_is_refused_in_words(server: ApiClient, spec: Object, words: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         server.call(TRIED, "POST", policy(**spec))
     assert caught.value.code in (400, 422)
     assert words in refusal(caught.value)
 
 
-def test_the_command_lines_policy_has_its_name(server: ApiServer) -> None:
+def test_the_command_lines_policy_has_its_name(server: ApiClient) -> None:
     with pytest.raises(urllib.error.HTTPError) as caught:
         server.call(TRIED, "POST", policy("cli"))
     assert "the command line's own policy" in refusal(caught.value)
 
 
-def test_a_new_policy_has_no_mode_and_defaults_are_not_written(server: ApiServer) -> None:
+def test_a_new_policy_has_no_mode_and_defaults_are_not_written(server: ApiClient) -> None:
     made = server.call(TRIED, "POST", policy())
     assert made["spec"].keys() <= {"stopPolicy"}
 
 
-def test_spec_and_status_are_written_apart(server: ApiServer) -> None:
+def test_spec_and_status_are_written_apart(server: ApiClient) -> None:
     server.delete(f"{PATH}/{NAME}")
     made = server.call(PATH, "POST", policy())
     status: Object = {"status": {"observedGeneration": 1}, "spec": {"mode": "Off"}}
@@ -132,7 +132,7 @@ def test_spec_and_status_are_written_apart(server: ApiServer) -> None:
     assert both["status"]["observedGeneration"] == 1
 
 
-def test_the_columns_are_those_that_a_person_looks_for(server: ApiServer) -> None:
+def test_the_columns_are_those_that_a_person_looks_for(server: ApiClient) -> None:
     found = server.call(f"/apis/{GROUP}/{VERSION}")["resources"]
     names = {each["name"]: each for each in found}
     assert names["rosecapacitypolicies"]["shortNames"] == ["rcp"]
@@ -140,7 +140,7 @@ def test_the_columns_are_those_that_a_person_looks_for(server: ApiServer) -> Non
 
 
 def test_an_upgrade_of_the_definition_keeps_its_objects_and_serves_what_is_new(
-    server: ApiServer,
+    server: ApiClient,
 ) -> None:
     holder, now = definitions_server(), crd()
     path = f"{DEFINITIONS}/{now['metadata']['name']}"
@@ -164,7 +164,7 @@ def test_an_upgrade_of_the_definition_keeps_its_objects_and_serves_what_is_new(
     assert after["spec"] == {**made["spec"], "slackShare": 0.5}
 
 
-def _knows(server: ApiServer, **spec: Any) -> bool:
+def _knows(server: ApiClient, **spec: Any) -> bool:
     """Return True if a policy with these fields is accepted."""
     try:
         server.call(TRIED, "POST", policy("rose-test-known", **spec))

@@ -249,13 +249,13 @@ async def test_a_driver_that_hangs_delays_no_kill(
 async def test_an_engine_that_broke_while_it_fell_asleep_is_not_one_that_cannot_sleep(
     status: int, error: type[Exception]
 ) -> None:
-    class Broken(ReplicaClient):
+    class BrokenReplica(ReplicaClient):
         async def _call(self, *_: object, **__: object) -> ReplicaAnswer:
             return ReplicaAnswer(
                 status, b'{"error":{"message":"Memory usage increased after sleeping."}}'
             )
 
-    client = Broken(cast(Any, None), "http://engine")
+    client = BrokenReplica(cast(Any, None), "http://engine")
     with pytest.raises(error, match=f"HTTP {status}"):
         await client.sleep()
 
