@@ -70,7 +70,7 @@ def serve() -> Iterator[Callable[[Callable[[], str]], str]]:
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), MetricsHandler)
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return f"127.0.0.1:{server.server_port}"
 
     yield start
