@@ -32,6 +32,7 @@ FILE = {
     "max_model_len": 128,
     "max_sequences": 8,
     "start_timeout_s": START_S,
+    "warm_up_s": START_S,
     "engine_args": ["--skip-tokenizer-init"],
     "cores": sorted(os.sched_getaffinity(0))[:2],
 }
