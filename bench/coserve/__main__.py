@@ -52,6 +52,14 @@ def _parser() -> argparse.ArgumentParser:
             default=EngineKind.VLLM,
             help=f"engine of the {side}: vllm (the default) or sglang",
         )
+    run.add_argument(
+        "--tensor-parallel-size",
+        dest="tensor_parallel",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="ranks of each engine, which share two cores (default %(default)s)",
+    )
     run.add_argument("--ttft-target-s", type=float, help="default: from what the host does alone")
     run.add_argument("--tpot-target-s", type=float)
     for name, what in (

@@ -46,8 +46,8 @@ STOCK_ARGS: Final = {
     EngineKind.VLLM: ("--generation-config=vllm",),
     EngineKind.SGLANG: ("--sampling-defaults=openai", "--enable-metrics"),
 }
-# Names of the processes that schedule and compute.
-CORES: Final = "EngineCore", "sglang::scheduler"
+# Names of the processes that schedule and compute; a rank of several has its number in its name.
+CORES: Final = "EngineCore", "sglang::scheduler", "Worker_TP"
 # The host is started again with other targets once its own latencies are measured.
 FIRST_TTFT_S, FIRST_TPOT_S = 0.5, 0.15
 # Events happen after this share of their window: before it the guest runs as usual.
@@ -97,8 +97,9 @@ class Engines(EngineSet):
         self.place(HOST)
 
     async def begin_guest(self) -> None:
-        """Start the ROSE guest where a node starts it: on its host's core."""
-        self.running[GUEST] = await EngineProcess.start(self._guest(core=self.cores[0]))
+        """Start the ROSE guest where a node starts it: on its host's cores."""
+        cores = self.cores[: self.settings.tensor_parallel]
+        self.running[GUEST] = await EngineProcess.start(self._guest(cores))
 
     async def await_guest(self) -> None:
         """Return once the guest serves."""
@@ -110,14 +111,17 @@ class Engines(EngineSet):
         await self.running.pop(GUEST).process.kill()
 
     def place(self, name: str) -> None:
-        """Pin an engine's core to the serving core, and its other processes to the other core."""
+        """Pin an engine's core to the serving core, its other processes to the other core, and the
+        second of two ranks, too.
+        """
         api = psutil.Process(self.running[name].process.pid)
         children = api.children(recursive=True)
         cores = [p for p in children if any(core in " ".join(p.cmdline()) for core in CORES)]
         if not cores:
             raise EngineStartError(f"engine {name} has no engine core process to pin")
         for process in (api, *children):
-            pin(process.pid, {self.cores[0 if process in cores else 1]})
+            serves = process in cores and "TP1" not in " ".join(process.cmdline())
+            pin(process.pid, {self.cores[0 if serves else 1]})
 
     def _host(self, ttft_s: float, tpot_s: float) -> EngineSpec:
         return self._spec(
@@ -131,12 +135,12 @@ class Engines(EngineSet):
             extra_args=HOST_ARGS[self.settings.host],
         )
 
-    def _guest(self, core: int | None = None) -> EngineSpec:
+    def _guest(self, cores: tuple[int, ...] = ()) -> EngineSpec:
         streams = self.settings.guest_streams
         return self._spec(
             *(GUEST, EngineRole.GUEST, GUEST_MODEL, streams, self.settings.guest),
             {STEP_LOG: str(self.settings.out.resolve()), "ROSE_ORPHAN_S": "5"},
-            cores=() if core is None else (core,),
+            cores=cores,
             # Two to three times what its streams need: a halved cap is felt, a whole one is not.
             kv_bytes=16 << 20,
             stream_interval=16,
@@ -173,6 +177,7 @@ class Engines(EngineSet):
             dtype=MODELS[model].dtype,
             max_model_len=256,
             max_num_seqs=sequences,
+            tensor_parallel=self.settings.tensor_parallel,
             **more,
             **self._run_by(engine, env),
         )

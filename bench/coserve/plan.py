@@ -52,6 +52,7 @@ class BenchSettings:
     batches and bursts, so the bootstrap takes them together. event_rounds: windows of each event.
     max_host_busy: share of a capacity policy's `maxHostBusy`: beside a host that is busier nothing
     is lent; 1 for no limit. host, guest: their engines; the naive guest has the ROSE guest's.
+    tensor_parallel: ranks of each engine.
     """
 
     out: Path
@@ -82,6 +83,7 @@ class BenchSettings:
     host: EngineKind = EngineKind.VLLM
     guest: EngineKind = EngineKind.VLLM
     sglang_python: Path = SGLANG_PYTHON
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         if not self.busy_targets or not all(0 < busy < 1 for busy in self.busy_targets):

@@ -36,6 +36,9 @@ FIRST_MODEL: Final = StepModel(
     StepProfile(base_s=0.005, per_token_s=20e-6, per_sequence_s=10e-6), max_correction=32.0
 )
 YIELD_SLEEP_S = 0.0005
+# A refused step is asked for again this often before the engine takes an empty one, which all of
+# its ranks would hear of; the engine looks at its aborts only then.
+YIELD_SLEEPS: Final = 8
 BEAT_NS = 50_000_000
 TICK_S: Final = 0.02
 EXIT_ORPHANED: Final = 75
@@ -106,11 +109,25 @@ class GateClient:
         """Step model of the guest, corrected by the measured steps so far."""
         return self._model
 
-    def ask(self, load: EngineLoad) -> Run | Yield:
+    def ask(
+        self, load: EngineLoad, memory_wanted: Callable[[], bool] = lambda: False
+    ) -> Run | Yield:
         """Return the gate's verdict on a step; call it once before each, with requests pending.
 
-        After a refusal it sleeps for YIELD_SLEEP_S: without that the engine's loop would spin.
+        A refusal is returned after YIELD_SLEEPS sleeps, without which the engine's loop would spin;
+        after the first one if `memory_wanted` then, or a step in flight has an output to process.
         """
+        verdict = self._decide(load)
+        for _ in range(YIELD_SLEEPS):
+            if isinstance(verdict, Run):
+                break
+            self._sleep(YIELD_SLEEP_S)
+            verdict = self._decide(load)
+            if self._in_flight or memory_wanted():
+                break
+        return verdict
+
+    def _decide(self, load: EngineLoad) -> Run | Yield:
         # Read before the clock: a state written meanwhile is not from the future.
         view = self._page.host_view()
         now_ns = self._clock_ns()
@@ -134,8 +151,6 @@ class GateClient:
             )
             if yields and not silent:
                 self._publish(now_ns, load)
-        if yields:
-            self._sleep(YIELD_SLEEP_S)
         return verdict
 
     def idle(self, load: EngineLoad) -> None:

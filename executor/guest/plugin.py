@@ -105,7 +105,7 @@ class GuestPlugin(ABC):
         """
         load, allowed = self._load(), (0, 0)
         if load.running or load.waiting:
-            verdict = self._gate.ask(load)
+            verdict = self._gate.ask(load, self.memory_wanted)
             if isinstance(verdict, Run):
                 allowed = verdict.token_budget, verdict.max_sequences
         else:

@@ -43,16 +43,21 @@ class GateClientRig:
         self.page = page
         self.now_ns = 10_000 * MS
         self.sleeps: list[float] = []
+        self.meanwhile: Callable[[], object] = lambda: None
         self.environ = {"ROSE_POLICY_VERSION": "3"}
         self.client = GateClient(
             page,
             kv=KvMapped(4096),
             clock_ns=lambda: self.now_ns,
-            sleep=self.sleeps.append,
+            sleep=self.sleep,
             environ=self.environ,
         )
         self.host = SeatedHost(page, lambda: self.now_ns)
         self.host.tell()
+
+    def sleep(self, seconds: float) -> None:
+        self.sleeps.append(seconds)
+        self.meanwhile()
 
     def grant(self, mode: GrantMode = GrantMode.RUN) -> None:
         self.page.grant.write(
@@ -73,8 +78,34 @@ class GateClientRig:
 
 def test_a_guest_without_a_grant_yields_and_does_not_spin(rig: GateClientRig) -> None:
     assert rig.client.ask(LOAD) == Yield("page_unreadable")
-    assert rig.sleeps == [YIELD_SLEEP_S]
+    assert set(rig.sleeps) == {YIELD_SLEEP_S}
     assert rig.state().gate_reason == "page_unreadable"
+
+
+def test_a_frozen_guest_looks_often_and_its_ranks_hear_of_few_steps(rig: GateClientRig) -> None:
+    rig.grant(GrantMode.FREEZE)
+    steps = 0
+    while len(rig.sleeps) < 2_000:
+        steps += isinstance(rig.client.ask(LOAD), Yield)
+    assert steps <= 250
+    assert max(rig.sleeps) <= 0.0005
+    assert sum(rig.sleeps) / steps < 0.005
+
+
+def test_a_frozen_guest_runs_with_its_next_look(rig: GateClientRig) -> None:
+    rig.grant(GrantMode.FREEZE)
+    rig.meanwhile = rig.grant
+    assert rig.client.ask(LOAD) == Run(64, 4)
+    assert rig.sleeps == [YIELD_SLEEP_S]
+
+
+def test_a_frozen_guest_attends_to_its_memory_and_to_a_step_in_flight(rig: GateClientRig) -> None:
+    rig.grant(GrantMode.FREEZE)
+    assert rig.client.ask(LOAD, lambda: True) == Yield("frozen")
+    assert rig.sleeps == [YIELD_SLEEP_S]
+    rig.client.scheduled(LOAD, 12)
+    assert rig.client.ask(LOAD) == Yield("frozen")
+    assert rig.sleeps == [YIELD_SLEEP_S] * 2
 
 
 def test_a_granted_step_is_published_from_begin_to_end(rig: GateClientRig) -> None:
