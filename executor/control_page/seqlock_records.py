@@ -307,6 +307,14 @@ class PageSection(Generic[R]):
 
         Raises PageUnreadable if no consistent content was seen in SPINS + NAPS tries.
         """
+        payload = self.read_packed()
+        return None if payload is None else self._decode(payload)
+
+    def read_packed(self) -> bytes | None:
+        """Return the last whole record in binary form, as `read` does, for a reader at every step.
+
+        Its numbers may be out of range.
+        """
         for attempt in range(SPINS + NAPS):
             if attempt >= SPINS:
                 time.sleep(NAP_S)
@@ -318,7 +326,7 @@ class PageSection(Generic[R]):
             payload = bytes(self._bytes[self.start : self._end])
             crc = self._words[self._word + 1]
             if self._words[self._word] == before and zlib.crc32(payload, before & _SEED) == crc:
-                return self._decode(payload)
+                return payload
         raise PageUnreadable(
             f"{self._record.__name__} section stays torn: its writer died in a write or hangs"
         )

@@ -213,6 +213,22 @@ class CommonGranule:
             self(0)
 
 
+class _Figures(NamedTuple):
+    """Fields of a RankReport that change, its last ones; without what a dataclass costs a step."""
+
+    done: int
+    bytes_returned: int
+    kept: int
+    owed: int
+    fetched: int
+    lends: bool
+    borrowed_crc: int
+    failure: bytes
+
+
+_CHANGING: Final = len(_Figures._fields)
+
+
 class _Rank:
     """Last whole report of one rank, and the granules that it has borrowed."""
 
@@ -222,37 +238,43 @@ class _Rank:
         view = memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
         if len(view) < first:
             raise ValueError("the report is cut short")
-        self._section = PageSection(view[:first], 0, RankReport)
+        self.section = PageSection(view[:first], 0, RankReport)
         self._bits = view[first:]
-        self._sequence = self._section.sequence
-        read = self._section.read()
+        read = self.section.read()
         if read is None:
             raise PageUnreadable("the rank has not reported yet")
-        self.report: RankReport = read
+        self.first: RankReport = read
+        self._sequence = -1
         self.borrowed: frozenset[int] = frozenset()
-        self._read_borrowed()
+        self.figures = _Figures(0, 0, 0, 0, 0, False, -1, b"")
+        if not self.read():
+            raise PageUnreadable("the rank's report is torn")
 
-    def changed(self) -> bool:
-        """Read the report if it was written since; return True if it was.
+    def read(self) -> bool:
+        """Read the report if it was written since; return False if that was not possible.
 
         One that is being written, or stays torn, leaves the last whole one.
         """
-        sequence = self._section.sequence
-        if sequence == self._sequence or sequence & 1:
+        sequence = self.section.sequence
+        if sequence == self._sequence:
+            return True
+        if sequence & 1:
             return False
-        crc = self.report.borrowed_crc
-        read = self._section.peek()
-        if read is None:
+        try:
+            packed = self.section.read_packed()
+        except PageUnreadable:
             return False
-        self.report, self._sequence = read, sequence
-        if read.borrowed_crc != crc:
+        crc = self.figures.borrowed_crc
+        self.figures = _Figures._make(RankReport.LAYOUT.unpack(packed or b"")[-_CHANGING:])
+        self._sequence = sequence
+        if self.figures.borrowed_crc != crc:
             self._read_borrowed()
         return True
 
     def _read_borrowed(self) -> None:
         bits = bytes(self._bits)
         # Bits that are being written belong to the next report, which is read then.
-        if zlib.crc32(bits) == self.report.borrowed_crc:
+        if zlib.crc32(bits) == self.figures.borrowed_crc:
             set_bits = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8)))
             self.borrowed = frozenset(set_bits.tolist())
 
@@ -267,19 +289,23 @@ class RankPages(PageBackend):
     def __init__(self, ranks: Sequence[_Rank], blocks: int) -> None:
         """Begin with the first reports. Raises RankError if they do not fit together."""
         self._ranks = ranks
-        first = ranks[0].report
+        self._sections = [rank.section for rank in ranks]
+        self._sequences: list[int] = []
+        self._least_returned = self._most_kept = self._most_owed = 0
+        self._lends = self._failed = False
+        first = ranks[0].first
         self.granules = Granules(first.blocks, first.granule_blocks)
         for rank in ranks:
-            report = rank.report
+            report = rank.first
             if (report.blocks, report.granule_blocks) != (blocks, first.granule_blocks):
                 raise RankError(
                     f"rank {report.rank} has {report.blocks} KV blocks in granules of"
                     f" {report.granule_blocks}, and its engine {blocks} in granules of"
                     f" {first.granule_blocks}"
                 )
-        self.always_restores = all(rank.report.always_restores for rank in ranks)
-        self.bytes_total = max(rank.report.bytes_total for rank in ranks)
-        mapped = min(rank.report.mapped for rank in ranks)
+        self.always_restores = all(rank.first.always_restores for rank in ranks)
+        self.bytes_total = max(rank.first.bytes_total for rank in ranks)
+        mapped = min(rank.first.mapped for rank in ranks)
         self._granule_bytes = self.bytes_total // blocks * first.granule_blocks
         self._held = set(range(mapped, self.granules.count))
         self._issued = 0
@@ -290,8 +316,9 @@ class RankPages(PageBackend):
         # Granules in `_held` that every rank has mapped, and those that some may have.
         self._fetched: set[int] = set()
         self._tried: set[int] = set()
-        if any(rank.report.mapped != mapped for rank in ranks):
+        if any(rank.first.mapped != mapped for rank in ranks):
             self._issue(RankCall.RELEASE, self._held)
+        self._read()
 
     @classmethod
     def of_processes(cls, pids: Iterable[int], ranks: int, blocks: int) -> Self:
@@ -299,8 +326,8 @@ class RankPages(PageBackend):
 
         Raises RankError if any of them does not report.
         """
-        reporting = (rank for pid in pids for rank in _reporting(pid) if rank.report.pid == pid)
-        found = {rank.report.rank: rank for rank in reporting if rank.report.ranks == ranks}
+        reporting = (rank for pid in pids for rank in _reporting(pid) if rank.first.pid == pid)
+        found = {rank.first.rank: rank for rank in reporting if rank.first.ranks == ranks}
         missing = [str(rank) for rank in range(ranks) if rank not in found]
         if missing:
             raise RankError(f"no report on the KV pages of rank {', '.join(missing)}")
@@ -312,7 +339,7 @@ class RankPages(PageBackend):
 
     @property
     def processes(self) -> Collection[int]:
-        pids = (rank.report.pid for rank in self._ranks)
+        pids = (rank.first.pid for rank in self._ranks)
         return [pid for pid in pids if pid != os.getpid()]
 
     @property
@@ -324,7 +351,7 @@ class RankPages(PageBackend):
     def bytes_returned(self) -> int:
         self._read()
         coming = sum(len(o.granules) for o in self._outstanding if o.kind in _MAPPING)
-        least = min(rank.report.bytes_returned for rank in self._ranks)
+        least = self._least_returned
         return max(0, least - coming * self._granule_bytes)
 
     @property
@@ -335,12 +362,12 @@ class RankPages(PageBackend):
     def kept(self) -> int:
         self._read()
         going = sum(len(o.granules) for o in self._outstanding if o.kind is RankCall.RELEASE)
-        return going + max(rank.report.kept for rank in self._ranks)
+        return going + self._most_kept
 
     @property
     def owed(self) -> int:
         self._read()
-        owed = max(rank.report.owed for rank in self._ranks)
+        owed = self._most_owed
         going = (o.granules for o in self._outstanding if o.kind is RankCall.RELEASE)
         return owed and max(0, owed - sum(map(self.borrowed, (g for some in going for g in some))))
 
@@ -391,10 +418,11 @@ class RankPages(PageBackend):
         Raises RankError if a rank failed.
         """
         self._read()
-        for rank in self._ranks:
-            if rank.report.failure:
-                raise RankError(f"rank {rank.report.rank}: {rank.report.failure}")
-        return bool(self._outstanding) or any(rank.report.lends for rank in self._ranks)
+        for number, section in enumerate(self._sections if self._failed else ()):
+            report = section.peek()
+            if report is not None and report.failure:
+                raise RankError(f"rank {number}: {report.failure}")
+        return bool(self._outstanding) or self._lends
 
     def _issue(self, kind: RankCall, granules: Collection[int] = (), wanted: int = 0) -> Operation:
         self._issued += 1
@@ -409,16 +437,22 @@ class RankPages(PageBackend):
         self._fetching = None
 
     def _read(self) -> None:
-        changed = [rank.changed() for rank in self._ranks]
-        if True not in changed:
+        # At each step, several times: what did not change costs next to nothing.
+        sequences = [section.sequence for section in self._sections]
+        if sequences == self._sequences:
             return
-        done = min(rank.report.done for rank in self._ranks)
+        unread = False in [rank.read() for rank in self._ranks]
+        self._sequences = [] if unread else sequences
+        figures = [rank.figures for rank in self._ranks]
+        dones, returned, kept, owed, fetched, lends, _, failures = zip(*figures, strict=True)
+        self._least_returned, self._most_kept, self._most_owed = min(returned), max(kept), max(owed)
+        self._lends, self._failed = True in lends, max(failures)[0] > 0
+        done = min(dones)
         while self._outstanding and self._outstanding[0].number <= done:
             self._outstanding.popleft()
         fetch = self._fetching
         if fetch is not None and fetch.number <= done:
-            everywhere = min(rank.report.fetched for rank in self._ranks)
-            self._fetched.update(fetch.granules[:everywhere])
+            self._fetched.update(fetch.granules[: min(fetched)])
             self._fetching = None
 
 
