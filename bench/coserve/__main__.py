@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.common.report import reported
-from bench.coserve.plan import BenchSettings, quick_settings
+from bench.coserve.plan import BUSY_TARGETS, BenchSettings, quick_settings
 from bench.coserve.result import render, verify, write_result
 from elastic_scheduler.capacity.policy import MaxHostBusy
 from rose.engines import EngineKind
@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
         default=1,
         help="ranks of each engine, which share two cores (default %(default)s)",
     )
+    run.add_argument("--busy-targets", type=float, nargs="+", default=BUSY_TARGETS, metavar="SHARE")
+    run.add_argument("--only-traffic", choices=("poisson", "bursty", "trace"))
     run.add_argument("--ttft-target-s", type=float, help="default: from what the host does alone")
     run.add_argument("--tpot-target-s", type=float)
     for name, what in (

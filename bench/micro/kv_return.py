@@ -1,6 +1,6 @@
 """Time in which a guest stops, and gives a gibibyte of KV memory back, full of rollouts.
 
-    python -m bench.micro.kv_return [--engine sglang] [--out FILE]
+    python -m bench.micro.kv_return [--engine sglang] [--tensor-parallel-size 2] [--out FILE]
 
 First it is frozen again and again, at any moment of a step: a freeze lasts from writing the grant
 until the guest says that its last step is done, and is held against that step and FREEZE_SLACK_S.
@@ -246,7 +246,7 @@ def freezes_summary(freezes: list[FreezeRound]) -> dict[str, object]:
     }
 
 
-def spec_of(engine: EngineKind, folder: Path, page: Path) -> EngineSpec:
+def spec_of(engine: EngineKind, ranks: int, folder: Path, page: Path) -> EngineSpec:
     sglang = engine is EngineKind.SGLANG
     return EngineSpec(
         name="guest",
@@ -260,6 +260,7 @@ def spec_of(engine: EngineKind, folder: Path, page: Path) -> EngineSpec:
         kv_bytes=KV_BYTES,
         max_model_len=512,
         max_num_seqs=STREAMS,
+        tensor_parallel=ranks,
         control_page=page,
         extra_args=ENGINE_ARGS[engine],
         extra_env={"PYTHONPATH": module_path(folder / "metadata")} if sglang else {},
@@ -267,14 +268,14 @@ def spec_of(engine: EngineKind, folder: Path, page: Path) -> EngineSpec:
 
 
 async def measure(
-    engine_kind: EngineKind, rounds: int, folder: Path
+    engine_kind: EngineKind, ranks: int, rounds: int, folder: Path
 ) -> tuple[list[FreezeRound], list[KvRound]]:
     """Start the guest and its load, and measure."""
     save_wide_model(folder / "model")
     page = ControlPage.create(folder / "page")
     node = StandInHost(page)
     node.start()
-    spec = spec_of(engine_kind, folder, page.path)
+    spec = spec_of(engine_kind, ranks, folder, page.path)
     engine = await EngineProcess.start(spec)
     try:
         await engine.wait_healthy(START_S)
@@ -307,15 +308,18 @@ def main() -> int:
     """Measure, and print or write one JSON object."""
     parser = parser_of(__doc__, "bench.micro.kv_return", rounds=40)
     parser.add_argument("--engine", type=EngineKind, choices=list(EngineKind), default="vllm")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
+    ranks = args.tensor_parallel_size
     before = machine()
     with tempfile.TemporaryDirectory(prefix="rose-kv-return-", dir=PAGE_FOLDER) as folder:
-        freezes, rounds = asyncio.run(measure(args.engine, args.rounds, Path(folder)))
+        freezes, rounds = asyncio.run(measure(args.engine, ranks, args.rounds, Path(folder)))
     over_s = percentile([one.stopped_s - one.step_s for one in freezes], 0.99)
     returned_s = percentile([one.returned_s for one in rounds], 0.99)
     holds = over_s <= FREEZE_SLACK_S and returned_s <= RETURN_TARGET_S
     report = {
         "engine": args.engine,
+        "ranks": ranks,
         "machine": before,
         "holds": holds,
         "freeze_slack_s": FREEZE_SLACK_S,
