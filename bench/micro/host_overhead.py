@@ -1,6 +1,6 @@
 """Cost of publishing to a host's scheduler.
 
-    python -m bench.micro.host_overhead [--out FILE]
+    python -m bench.micro.host_overhead [--tensor-parallel-size 8] [--out FILE]
 
 Real requests go through vLLM's real scheduler classes; only the model is missing. A step is its
 arrivals, schedule() and update_from_output(). Stock AsyncScheduler and ObservedScheduler run in
@@ -8,8 +8,9 @@ turns, in processes of their own: in one, Python would specialise the code they 
 came first. A round counts as its median step, or another process on the core would be the
 measurement. `overhead_us` is observed minus stock; `inside_us`, what the added code takes by its
 own clock, is held against the target: where a process's memory lies moves a step by more than that,
-which is why several pairs of processes run and intervals are taken over them. Prints one JSON
-object; exit code 1 when an interval of `inside_us` reaches above the target.
+which is why several pairs of processes run and intervals are taken over them. Over several ranks
+the host lends, and between any two steps each rank reports other figures. Prints one JSON object;
+exit code 1 when an interval of `inside_us` reaches above the target.
 """
 
 import argparse
@@ -34,12 +35,17 @@ from bench.common.report import parser_of, put_judged
 from bench.common.tiny_models import TinyModel
 from executor import ControlPage
 from executor.control_page.page import PAGE_FOLDER
+from executor.kv.backing import NoPages
+from executor.kv.rank_pages import RankPager, RankPages
+from executor.kv.shrink_plan import Granules
+from executor.vllm.rank_worker import OPERATIONS
 from rose.compare.bootstrap import Estimate, paired_difference
 
 TARGET_US = 30.0
 RUNNING = 256
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 64
+BLOCKS, GRANULE_BLOCKS, KV_BYTES = 1 << 18, 32, 16 << 30
 # Long enough that the caches are its own again for most of a round.
 STEPS_A_ROUND = 40
 # Processes of each arm.
@@ -82,8 +88,15 @@ TRAFFICS = (
 class VllmSteps:
     """One scheduler under load, and a model that answers every request with the same token."""
 
-    def __init__(self, scheduler: Any, hasher: Any, traffic: OverheadTraffic) -> None:  # noqa: ANN401 - vLLM's
+    def __init__(
+        self,
+        scheduler: Any,  # noqa: ANN401 - vLLM's
+        hasher: Any,  # noqa: ANN401 - vLLM's
+        traffic: OverheadTraffic,
+        ranks: Sequence[RankPager] = (),
+    ) -> None:
         self.scheduler = scheduler
+        self._ranks = ranks
         self._hasher = hasher
         self._traffic = traffic
         self._rng = random.Random(5)  # noqa: S311 # the same lengths for every engine
@@ -101,6 +114,8 @@ class VllmSteps:
             self.scheduler.add_request(request)
         self._flight.append(self.scheduler.schedule())
         took_ns = time.perf_counter_ns() - began_ns
+        for rank in self._ranks:
+            rank.carry_out(getattr(self._flight[-1], OPERATIONS, ()))
         if len(self._flight) >= self._traffic.in_flight:
             step = self._flight.popleft()
             sampled = self._sampled(step)
@@ -138,6 +153,35 @@ class VllmSteps:
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
 
 
+class NewsPages(NoPages):
+    """Pages of a rank that measures another figure each time."""
+
+    always_restores = False
+
+    def __init__(self, bytes_total: int) -> None:
+        super().__init__(bytes_total)
+        self._news = count()
+
+    @property
+    def bytes_returned(self) -> int:  # type: ignore[override] # NoPages has a constant
+        return next(self._news)
+
+
+def reporting_ranks(number: int) -> list[RankPager]:
+    """Have schedulers made from now on lend the memory of these ranks; return the ranks.
+
+    Earlier ones of this process have to be gone.
+    """
+    from executor.vllm.host import kv_lender
+
+    granules = Granules(BLOCKS, GRANULE_BLOCKS)
+    pagers = [RankPager(NewsPages(KV_BYTES), granules, n, number) for n in range(number)]
+    if pagers:
+        pages = RankPages.of_processes([os.getpid()], number, BLOCKS)
+        kv_lender.kv_pages = lambda *_: (pages, granules)  # type: ignore[attr-defined]
+    return pagers
+
+
 def engine_config(folder: Path) -> Any:  # noqa: ANN401 - vLLM's VllmConfig
     """Return vLLM's configuration of a small model, for a host of RUNNING sequences."""
     from vllm.engine.arg_utils import EngineArgs
@@ -154,7 +198,7 @@ def engine_config(folder: Path) -> Any:  # noqa: ANN401 - vLLM's VllmConfig
         max_num_batched_tokens=4096,
         block_size=BLOCK_TOKENS,
     ).create_engine_config()
-    made.cache_config.num_gpu_blocks = 1 << 18
+    made.cache_config.num_gpu_blocks = BLOCKS
     # vLLM switches it off on a CPU.
     made.scheduler_config.async_scheduling = True
     return made
@@ -191,7 +235,7 @@ def block_hasher(config: Any) -> Any:  # noqa: ANN401 - vLLM's
     return get_request_block_hasher(BLOCK_TOKENS, hash_fn)
 
 
-def worker(kind: str) -> None:
+def worker(kind: str, ranks: int) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     from executor.vllm.host.scheduler import ObservedScheduler
@@ -205,21 +249,33 @@ def worker(kind: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     # Collections fall between rounds: vLLM freezes its heap for the same reason.
     gc.disable()
-    with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as name:
-        config = engine_config(Path(name))
-        hasher = block_hasher(config)
-        engines = {}
-        for traffic in TRAFFICS:
-            os.environ["ROSE_CONTROL_PAGE"] = str(Path(name) / traffic.name)
-            engine = VllmSteps(scheduler_of(classes[kind], config), hasher, traffic)
-            engine.steps(FIRST_STEPS)
-            if kind != "stock":
-                check_published(Path(os.environ["ROSE_CONTROL_PAGE"]))
-            engines[traffic.name] = engine
+    with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as folder:
+        config = engine_config(Path(folder))
+        name = ""
+        engine: VllmSteps | None = None
         for line in sys.stdin:
+            if line.strip() != name:
+                name, engine = line.strip(), None
+                gc.collect()
+                engine = loaded(name, kind, classes[kind], config, ranks)
+            assert engine is not None
             gc.collect()
-            sys.stdout.write(f"{round_of(engines[line.strip()], kind) * 1e6}\n")
+            sys.stdout.write(f"{round_of(engine, kind) * 1e6}\n")
             sys.stdout.flush()
+
+
+def loaded(name: str, kind: str, made: Any, config: Any, ranks: int) -> VllmSteps:  # noqa: ANN401 - vLLM's
+    """Return an engine under the load of this name."""
+    (traffic,) = [each for each in TRAFFICS if each.name == name]
+    page = Path(config.model_config.model) / name
+    os.environ["ROSE_CONTROL_PAGE"] = str(page)
+    pagers = reporting_ranks(ranks if kind != "stock" and ranks > 1 else 0)
+    engine = VllmSteps(scheduler_of(made, config), block_hasher(config), traffic, pagers)
+    engine.steps(FIRST_STEPS)
+    if kind != "stock":
+        check_published(page)
+        assert not pagers or engine.scheduler.lender.lent.granules_total
+    return engine
 
 
 def check_published(path: Path) -> None:
@@ -240,11 +296,21 @@ def timed_scheduler() -> Any:  # noqa: ANN401 - a class of vLLM's
 
     class TimedScheduler(ObservedScheduler):
         spent_ns = 0
+        lends = False
 
         def _quietly(self, observe: Callable[..., None], *args: object) -> None:
+            if self.lends:
+                super()._quietly(observe, *args)
+                return
             began_ns = time.perf_counter_ns()
             super()._quietly(observe, *args)
             self.spent_ns += time.perf_counter_ns() - began_ns
+
+        def _lend(self, *, arrived: bool = False) -> None:
+            self.lends, began_ns = True, time.perf_counter_ns()
+            super()._lend(arrived=arrived)
+            self.spent_ns += time.perf_counter_ns() - began_ns
+            self.lends = False
 
     return TimedScheduler
 
@@ -307,7 +373,7 @@ def within_target(figures: dict[str, object]) -> bool:
     return inside["ci95"] is not None and inside["ci95"][1] <= TARGET_US
 
 
-def measured(rounds: int) -> dict[str, Rounds]:
+def measured(rounds: int, ranks: int) -> dict[str, Rounds]:
     """Measure every load, by pairs of fresh processes, one after the other."""
     core = max(os.sched_getaffinity(0))
     found = {traffic.name: Rounds() for traffic in TRAFFICS}
@@ -315,7 +381,12 @@ def measured(rounds: int) -> dict[str, Rounds]:
         with ExitStack() as stack:
             arms = {
                 kind: stack.enter_context(
-                    BenchProcess(kind, python(MODULE, "--worker", kind), core=[core], piped=True)
+                    BenchProcess(
+                        kind,
+                        python(MODULE, "--worker", kind, "--tensor-parallel-size", str(ranks)),
+                        core=[core],
+                        piped=True,
+                    )
                 )
                 for kind in KINDS
             }
@@ -327,16 +398,19 @@ def measured(rounds: int) -> dict[str, Rounds]:
 def main() -> int:
     parser = parser_of(__doc__, MODULE, rounds=12)
     parser.add_argument("--worker", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
     arguments = parser.parse_args()
-    os.environ |= ENVIRONMENT
+    ranks = arguments.tensor_parallel_size
+    os.environ |= ENVIRONMENT | ({"ROSE_HOST_LEVEL": "lend"} if ranks > 1 else {})
     if arguments.worker:
-        worker(arguments.worker)
+        worker(arguments.worker, ranks)
         return 0
-    found = measured(arguments.rounds)
+    found = measured(arguments.rounds, ranks)
     loads = {traffic.name: found[traffic.name].figures(traffic) for traffic in TRAFFICS}
     holds = all(within_target(figures) for figures in loads.values())
     report = {
         "running": RUNNING,
+        "ranks": ranks,
         "target_us": TARGET_US,
         "holds": holds,
         "processes": PROCESSES,

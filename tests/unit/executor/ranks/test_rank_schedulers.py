@@ -3,7 +3,9 @@
 import gc
 import os
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,10 +20,13 @@ from kv_cases import (
     prompt_of,
     undisturbed,
 )
+from vllm.distributed.device_communicators import shm_broadcast
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from executor.kv.backing import HostPages, Range, resident_bytes
 from executor.kv.rank_pages import RankPager, RankPages
+from executor.vllm.cpu_worker import CpuKvWorker
 from executor.vllm.guest import scheduler as guest_module
 from executor.vllm.host import kv_lender as host_module
 from executor.vllm.kv_backing import kv_pages
@@ -146,3 +151,23 @@ def test_a_host_lends_on_both_ranks_and_computes_the_same(
     insist_undisturbed(rig, prompts)
     assert most > BLOCKS // 2
     assert not rig.ends or set(rig.ends.values()) == {"length"}
+
+
+def test_a_cpu_rank_sleeps_until_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm_broadcast, "SpinCondition", shm_broadcast.SpinCondition)
+    monkeypatch.setattr(CPUWorker, "init_device", lambda _: None)
+    object.__new__(CpuKvWorker).init_device()
+    steps = shm_broadcast.MessageQueue(1, 1)
+    rank = shm_broadcast.MessageQueue.create_from_handle(steps.export_handle(), 0)
+    with ThreadPoolExecutor(2) as threads:
+        ready = threads.submit(rank.wait_until_ready)
+        steps.wait_until_ready()
+        ready.result()
+        for step in range(3):
+            waiting = threads.submit(rank.dequeue)
+            began_s = time.process_time()
+            time.sleep(0.2)
+            spent_s = time.process_time() - began_s
+            steps.enqueue(step)
+            assert waiting.result(timeout=5) == step
+            assert spent_s < 0.05
