@@ -20,14 +20,16 @@ never a second one.
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 from elastic_scheduler.errors import JournalError
 
 T = TypeVar("T")
+NO_COLUMNS: Mapping[str, bytes] = MappingProxyType({})
 
 
 class End(StrEnum):
@@ -111,8 +113,9 @@ Outcome = Continue | Deliver | GiveUp
 class TurnJournal:
     """Output of one turn so far, across all its attempts on different replicas.
 
-    Attempts are numbered, and tokens of any but the current one are dropped. `tokens`, `logprobs`
-    and `versions` are for reading only; spans and segments cover all tokens without gaps.
+    Attempts are numbered, and tokens of any but the current one are dropped. `tokens`, `logprobs`,
+    `versions` and `columns` are for reading only; spans and segments cover all tokens without gaps.
+    columns: further data that came with the tokens, by name, joined over all attempts.
     finish_reason: None until the turn is delivered.
     """
 
@@ -126,6 +129,7 @@ class TurnJournal:
         "_segment_of",
         "_segments",
         "_stop",
+        "columns",
         "finish_reason",
         "logprobs",
         "prompt_tokens",
@@ -157,6 +161,7 @@ class TurnJournal:
         self.tokens = array("q")
         self.logprobs = array("d")
         self.versions: list[VersionSpan] = []
+        self.columns: dict[str, bytearray] = {}
         self.finish_reason: str | None = None
 
     @property
@@ -214,6 +219,7 @@ class TurnJournal:
         copy.tokens = self.tokens[:]
         copy.logprobs = self.logprobs[:]
         copy.versions = [*self.versions]
+        copy.columns = {name: data[:] for name, data in self.columns.items()}
         copy._segments = [*self._segments]
         copy._number = self._number
         return copy
@@ -250,11 +256,12 @@ class TurnJournal:
         logprobs: Sequence[float],
         version: int,
         oldest_version: int | None = None,
+        columns: Mapping[str, bytes] = NO_COLUMNS,
     ) -> bool:
         """Add a chunk of tokens of one policy version; return False if the attempt is over.
 
-        oldest_version: as in `VersionSpan`. Raises JournalError, and adds nothing, for tokens
-        beyond the budget or without a logprob each.
+        oldest_version: as in `VersionSpan`. columns: data of these tokens, by name. Raises
+        JournalError, and adds nothing, for tokens beyond the budget or without a logprob each.
         """
         if self._current is None or attempt != self._number:
             return False
@@ -268,6 +275,8 @@ class TurnJournal:
             return True
         self.tokens.extend(token_ids)
         self.logprobs.extend(logprobs)
+        for name, data in columns.items():
+            self.columns.setdefault(name, bytearray()).extend(data)
         _stamp(self.versions, version, start, end, oldest_version)
         if self._segment_of != attempt:
             self._segments.append((*self._current, start))

@@ -18,7 +18,8 @@ from rose.client import wire
 from rose.client.errors import AnswerBroken
 from rose.client.types import ClientTurn, TokenChunk, Turn
 from rose.contract.fields import UNVERSIONED
-from rose.contract.gateway import StreamEvent
+from rose.contract.gateway import StreamEvent, TopLogprobs
+from rose.contract.replica import top_row_bytes
 
 UNKNOWN = "unknown"
 
@@ -43,10 +44,12 @@ class Received:
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._stamps: list[Stamp] = []
+        self._top = bytearray()
         self._old_segments: list[tuple[str, str, int, int]] = []
         self._segments: list[tuple[str, str, int, int]] = []
         self._old_attempts = self._attempts = 0
         self._base = self._seen = 0
+        self._most = ask.sampling.logprobs
         self.finish_reason: str | None = None
         self.trace_id = ""
 
@@ -118,7 +121,7 @@ class Received:
             logprobs = choice.logprobs.content if choice.logprobs is not None else []
             if len(tokens) != len(logprobs):
                 raise AnswerBroken(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
-            self._take(tokens, [token.logprob for token in logprobs])
+            self._take(tokens, [token.logprob for token in logprobs], choice.top_logprobs)
             self.finish_reason = choice.finish_reason or self.finish_reason
         self._stamp(event, start)
         return [self._chunk(stamp, a, b) for stamp, a, b in self._spans(start)]
@@ -138,15 +141,29 @@ class Received:
             self._old_attempts,
             wire.joined((oldest, a, b) for (_, oldest), a, b in spans if oldest is not None),
             self.trace_id,
+            self._top_of(0, len(self._tokens)),
         )
 
-    def _take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+    def _top_of(self, start: int, end: int) -> TopLogprobs | None:
+        if not self._most:
+            return None
+        row = top_row_bytes(self._most)
+        return TopLogprobs(self._most, bytes(self._top[start * row : end * row]))
+
+    def _take(
+        self, tokens: Sequence[int], logprobs: Sequence[float], top: TopLogprobs | None
+    ) -> None:
         known = max(0, len(self._tokens) - self._seen)
         if [*tokens[:known]] != self._tokens[self._seen :][: len(tokens)]:
             raise AnotherTurnError("the gateway answers with another turn")
         self._seen += len(tokens)
         if self._seen > self._ask.sampling.max_tokens:
             raise AnswerBroken("more tokens came than were asked for")
+        if self._most and tokens:
+            if top is None or top.most != self._most:
+                raise AnswerBroken(f"tokens came without {self._most} logprobs each")
+            wire.checked_top(top, len(tokens))
+            self._top += top.data[known * top_row_bytes(self._most) :]
         self._tokens += tokens[known:]
         self._logprobs += logprobs[known:]
         self._stamps += [UNKNOWN_STAMP] * len(tokens[known:])
@@ -187,4 +204,5 @@ class Received:
 
     def _chunk(self, stamp: Stamp, start: int, end: int) -> TokenChunk:
         tokens, logprobs = self._tokens[start:end], self._logprobs[start:end]
-        return TokenChunk(tuple(tokens), tuple(logprobs), stamp[0], start, stamp[1])
+        top = self._top_of(start, end)
+        return TokenChunk(tuple(tokens), tuple(logprobs), stamp[0], start, stamp[1], top)

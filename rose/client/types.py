@@ -10,7 +10,7 @@ from typing import TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from rose.client.credentials import NOTHING_SHOWN, GatewayCredentials
-from rose.contract.gateway import GatewayGenerateBody, SamplingParams
+from rose.contract.gateway import GatewayGenerateBody, TopLogprobs
 from rose.contract.replica import Sampling
 from rose.errors import ConfigError
 from rose.tracing import TraceContext, current_trace, parsed
@@ -80,7 +80,8 @@ class TokenChunk:
 
     `version`: policy version that sampled the tokens, -1 if the replica does not report it.
     `oldest_version`: oldest policy version of the KV that they were sampled on, None if it is the
-    same.
+    same. `top_logprobs`: the most likely tokens at each token, if `Sampling.logprobs` asks for
+    them.
     """
 
     token_ids: tuple[int, ...]
@@ -88,6 +89,7 @@ class TokenChunk:
     version: int
     start: int
     oldest_version: int | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ class Turn:
     start, end), segments (replica, kind, start, end). `logprobs` are those of the distribution that
     was sampled from. `attempts`: placements at a replica. oldest_versions: (oldest version of the
     KV, start, end) of the tokens sampled on KV of earlier versions too, which only a job that
-    updates with `keep` has. trace_id: of the turn's OpenTelemetry trace, "" for none.
+    updates with `keep` has. trace_id: of the turn's OpenTelemetry trace, "" for none. top_logprobs:
+    the `Sampling.logprobs` most likely tokens at each token as arrays, None if none are asked for.
     """
 
     request_id: str
@@ -110,6 +113,7 @@ class Turn:
     attempts: int
     oldest_versions: tuple[tuple[int, int, int], ...] = ()
     trace_id: str = ""
+    top_logprobs: TopLogprobs | None = None
 
     @property
     def oldest_version(self) -> int | None:
@@ -133,7 +137,7 @@ class ClientTurn:
         return self.body.request_id
 
     @property
-    def sampling(self) -> SamplingParams:
+    def sampling(self) -> Sampling:
         return self.body.sampling_params
 
     @property
@@ -192,7 +196,8 @@ def ask_for(
     body = GatewayGenerateBody(
         request_id=options.get("request_id") or uuid.uuid4().hex,
         token_ids=tuple(token_ids),
-        sampling_params=SamplingParams.of(sampling),
+        sampling_params=sampling,
+        packed=sampling.logprobs > 0,
         priority=options.get("priority", 0),
         min_version=options.get("min_version"),
         exact_version=options.get("exact_version"),

@@ -16,9 +16,11 @@ from rose.contract.gateway import (
     SESSION_HEADER,
     GatewayRefusal,
     StreamEvent,
+    TopLogprobs,
     TurnAnswer,
     Versions,
 )
+from rose.contract.replica import top_row_bytes
 from rose.errors import decoded
 from rose.tracing import trace_of
 
@@ -64,7 +66,17 @@ def decode_turn(body: bytes, trace_id: str = "") -> Turn:
         finish_reason=choice.finish_reason,
         attempts=answer.attempts,
         trace_id=trace_id,
+        top_logprobs=checked_top(choice.top_logprobs, len(choice.token_ids)),
     )
+
+
+def checked_top(top: TopLogprobs | None, tokens: int) -> TopLogprobs | None:
+    """Return the most likely tokens of an answer. Raises AnswerBroken unless they are of that many
+    tokens.
+    """
+    if top is not None and len(top.data) != tokens * top_row_bytes(top.most):
+        raise AnswerBroken(f"{tokens} tokens came without {top.most} logprobs each")
+    return top
 
 
 def joined(spans: Iterable[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:

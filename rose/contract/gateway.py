@@ -14,13 +14,17 @@ and the other APIs, are in `rose/gateway/apis`, built on the same structs.
 """
 
 from collections.abc import Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
 
 from elastic_scheduler import Segment, VersionSpan
 from rose.contract.fields import TokenId
 from rose.contract.replica import Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 GENERATE: Final = "/inference/v1/generate"
 ABORT: Final = "/inference/v1/abort_requests"
@@ -70,30 +74,18 @@ class TurnFields(Struct, gc=False, kw_only=True, omit_defaults=True):
     resume_from: int | None = None
 
 
-class SamplingParams(Sampling, frozen=True, gc=False):
-    """`Sampling` in the form of vLLM's request field `sampling_params`.
-
-    `logprobs` 0 requests the sampled token's logprob and no other token's.
-    """
-
-    logprobs: int = 0
-
-    @classmethod
-    def of(cls, sampling: Sampling) -> "SamplingParams":
-        """Return `sampling` as SamplingParams, with `logprobs` 0."""
-        return cls(*structs.astuple(sampling))
-
-
 class GatewayGenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True):
     """Request body of `generate`: a turn from prompt token ids.
 
-    A second request with the same request id and body joins the first one's turn.
+    A second request with the same request id and body joins the first one's turn. `packed`: the
+    answer has its top logprobs as bytes (`TopLogprobs`).
     """
 
     request_id: str
     token_ids: tuple[TokenId, ...]
-    sampling_params: SamplingParams
+    sampling_params: Sampling
     priority: int = 0
+    packed: bool = False
 
 
 class Version(Struct, gc=False, omit_defaults=True):
@@ -126,12 +118,41 @@ class Logprobs(Struct, gc=False):
     content: list[TokenLogprob]
 
 
+class TopLogprobs(Struct, frozen=True, gc=False):
+    """Logprobs of the `most` most likely tokens at each output token, most likely first.
+
+    data: for each output token `most` ids (int32), then as many logprobs (float32), little-endian.
+    """
+
+    most: int
+    data: bytes
+
+    @property
+    def token_ids(self) -> "NDArray[np.int32]":
+        """Ids as an array of shape (output tokens, most)."""
+        return self._array("ids")
+
+    @property
+    def logprobs(self) -> "NDArray[np.float32]":
+        """Logprobs as an array of shape (output tokens, most); -inf for tokens that could not be
+        sampled.
+        """
+        return self._array("logprobs")
+
+    def _array(self, name: str) -> "NDArray[Any]":
+        import numpy as np
+
+        row = np.dtype([("ids", "<i4", (self.most,)), ("logprobs", "<f4", (self.most,))])
+        return np.frombuffer(self.data, row)[name]
+
+
 class Choice(Struct, gc=False):
     """Whole output of a turn: token ids, logprobs and finish reason."""
 
     token_ids: tuple[int, ...]
     logprobs: Logprobs
     finish_reason: str
+    top_logprobs: TopLogprobs | None = None
 
 
 class TurnAnswer(Struct, gc=False, kw_only=True):
@@ -153,6 +174,7 @@ class StreamChoice(Struct, gc=False):
     token_ids: list[int] = []
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
+    top_logprobs: TopLogprobs | None = None
 
 
 class GatewayFault(Struct, frozen=True):

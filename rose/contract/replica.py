@@ -70,7 +70,8 @@ class Sampling(Struct, frozen=True, gc=False):
     `top_k` 0 is off. `allowed_token_ids` None allows all. No stop token is sampled before
     `min_tokens`. `repetition_penalty` counts the prompt's tokens too, the other penalties the
     output's alone. A turn also ends at the model's own end-of-sequence token, unless `ignore_eos`.
-    `prompt_logprobs` N requests logprobs of each prompt token and of N alternatives to it.
+    `prompt_logprobs` N requests logprobs of each prompt token and of N alternatives to it,
+    `logprobs` N those of the N most likely tokens at each output token.
     """
 
     temperature: float = 1.0
@@ -88,6 +89,7 @@ class Sampling(Struct, frozen=True, gc=False):
     ignore_eos: bool = False
     prompt_logprobs: Count | None = None
     structured_outputs: StructuredOutputs | None = None
+    logprobs: Count = 0
 
     def rest(self, max_tokens: int) -> Self:
         """Return the sampling of a turn that continues with only `max_tokens` left to generate.
@@ -143,6 +145,13 @@ token first; None for the first prompt token.
 """
 PROMPT_PLACES: Final = 2_048
 """Most prompt tokens in one line; with 20 alternatives each, a line stays below MAX_LINE_BYTES."""
+MOST_LOGPROBS: Final = 1_024
+"""Most likely tokens whose logprobs a turn may request, at each token."""
+
+
+def top_row_bytes(most: int) -> int:
+    """Return the bytes of the `most` most likely tokens at one output token."""
+    return 8 * most
 
 
 class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
@@ -150,7 +159,9 @@ class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
 
     Each token has its logprob. `oldest_version`: of the tokens' KV, if it may be older than
     `version` (`OnUpdate.KEEP`). `finish_reason`: set in the last line. `prompt_logprobs` come in
-    lines of their own, before the first token, and are of the same version.
+    lines of their own, before the first token, and are of the same version. `top_logprobs`: for
+    each token the `Sampling.logprobs` most likely ones, most likely first, as little-endian arrays:
+    their ids (int32), then their logprobs (float32).
     """
 
     token_ids: list[SampledId] = []
@@ -160,6 +171,7 @@ class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     finish_reason: str | None = None
     message: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    top_logprobs: bytes | None = None
 
 
 BatchPlace = Annotated[int, Meta(ge=0, lt=MAX_BATCH_TURNS)]

@@ -6,6 +6,7 @@ starve each other on one core. Several ranks are a process each below their engi
 
 from collections.abc import Iterator
 
+from rose.contract.replica import MOST_LOGPROBS
 from rose.engines.spec import Device, EngineRole, EngineSpec
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -50,6 +51,8 @@ _REPLICA_ARGS = (
     "--worker-extension-cls=weight_transfer.vllm.worker.WeightWorker",
     # Behaviour logprobs are those of the distribution that was sampled from.
     "--logprobs-mode=processed_logprobs",
+    # A bound alone: vLLM reserves nothing for it.
+    f"--max-logprobs={MOST_LOGPROBS}",
     "--generation-config=vllm",
     "--disable-log-stats",
     # The routes, for a vLLM without endpoint plugins.

@@ -165,6 +165,8 @@ class _Follower:
         self._index = index
         self._feed = feed
         self._at = ask.resume_from
+        # Eight logprobs of other tokens are about as many bytes as a token.
+        self._most = max(1, MAX_EVENT_TOKENS // (1 + ask.turns[index].sampling.logprobs // 8))
         self._stopped: asyncio.Future[Exception | None] | None = None
 
     async def run(self) -> None:
@@ -172,7 +174,7 @@ class _Follower:
         feed = self._feed
         while True:
             await feed.beyond(self._at)
-            end = min(len(feed.tokens), self._at + MAX_EVENT_TOKENS)
+            end = min(len(feed.tokens), self._at + self._most)
             if feed.error is None or end > self._at:
                 await self._delivery.write(self._event(end))
             self._at = end
@@ -205,7 +207,7 @@ class _Follower:
             return
         end = len(feed.tokens)
         try:
-            if feed.over or end - self._at > MAX_EVENT_TOKENS:
+            if feed.over or end - self._at > self._most:
                 stopped.set_result(None)
             elif end > self._at:
                 if self._delivery.write_now(self._event(end)):

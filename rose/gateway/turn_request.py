@@ -13,14 +13,12 @@ from msgspec import structs
 from elastic_scheduler import TurnJournal, TurnNeed, prefix_keys
 from rose.contract.fields import TOKEN_IDS
 from rose.contract.gateway import MAX_REQUEST_ID_CHARS
-from rose.contract.replica import Sampling
+from rose.contract.replica import MOST_LOGPROBS, Sampling
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import TextPlan
 from rose.tracing import TraceContext
 
 MAX_NUMBER = 1 << 63
-# vLLM's own bound, unless it is started with another.
-MOST_PROMPT_LOGPROBS = 20
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -57,9 +55,9 @@ def _check_penalties(sampling: Sampling) -> None:
             "repetition_penalty",
         )
     most = sampling.prompt_logprobs
-    if most is not None and not 0 <= most <= MOST_PROMPT_LOGPROBS:
+    if most is not None and not 0 <= most <= MOST_LOGPROBS:
         raise BadRequest(
-            f"prompt_logprobs: from 0 to {MOST_PROMPT_LOGPROBS}, got {most}", "prompt_logprobs"
+            f"prompt_logprobs: from 0 to {MOST_LOGPROBS}, got {most}", "prompt_logprobs"
         )
 
 

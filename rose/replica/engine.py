@@ -8,12 +8,20 @@ leases, weight updates, warm-up, is the same for both, and so is what a request 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from struct import Struct
 from typing import Any, Final, Protocol
 
 import msgspec
 
-from rose.contract.replica import PROMPT_PLACES, GenerateBody, PromptLogprobs, StreamLine
+from rose.contract.replica import (
+    PROMPT_PLACES,
+    GenerateBody,
+    PromptLogprobs,
+    Sampling,
+    StreamLine,
+)
 from rose.replica.token_versions import KvStaleness, Span
 from rose.tracing import TraceContext
 
@@ -21,6 +29,8 @@ WARM_UP_OUTPUT_TOKENS: Final = 3
 # Most prompt tokens of a warm-up batch: more rows use the same kernels, and only take longer.
 MOST_WARM_UP_TOKENS: Final = 1024
 BAD_REQUEST: Final = 400
+# Bytes of most likely tokens in one line, which is then far below MAX_LINE_BYTES.
+LINE_COLUMN_BYTES: Final = 256 << 10
 
 
 class RequestRefusedError(Exception):
@@ -75,15 +85,39 @@ class StampedRequest(ABC):
         """Make the pending or next call of `next` raise this error."""
 
     def _cut(
-        self, tokens: list[int], logprobs: list[float], spans: Sequence[Span]
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        spans: Sequence[Span],
+        tops: list[bytes] | None = None,
     ) -> list[StreamLine]:
-        """Return one line of tokens and logprobs for each (version, begin, end) span."""
+        """Return one line of tokens and logprobs for each (version, begin, end) span, or several
+        lines where their `tops` (most likely tokens at each token) would make it too long.
+        """
+        if tops is not None:
+            return self._cut_long(tokens, logprobs, spans, tops)
         if len(spans) == 1:
             version = spans[0][0]
             return [StreamLine(tokens, logprobs, version, self._older(version))]
         return [
             StreamLine(tokens[a:b], logprobs[a:b], version, self._older(version))
             for version, a, b in spans
+        ]
+
+    def _cut_long(
+        self, tokens: list[int], logprobs: list[float], spans: Sequence[Span], tops: list[bytes]
+    ) -> list[StreamLine]:
+        most = max(1, LINE_COLUMN_BYTES // len(tops[0]))
+        return [
+            StreamLine(
+                tokens[a : min(a + most, end)],
+                logprobs[a : min(a + most, end)],
+                version,
+                self._older(version),
+                top_logprobs=b"".join(tops[a : min(a + most, end)]),
+            )
+            for version, start, end in spans
+            for a in range(start, end, most)
         ]
 
     def _delta(
@@ -103,9 +137,12 @@ class StampedRequest(ABC):
             # Some logprobs may be of the version before, so the turn is requested again.
             return OutputDelta([], "abort")
         found = places()
+        # The first place is empty, and all others have as many alternatives.
+        widest = max((len(place or ()) for place in found[-1:]), default=0)
+        step = max(1, PROMPT_PLACES * 21 // max(21, widest))
         prompt = [
-            StreamLine(version=version, prompt_logprobs=found[start : start + PROMPT_PLACES])
-            for start in range(0, len(found), PROMPT_PLACES)
+            StreamLine(version=version, prompt_logprobs=found[start : start + step])
+            for start in range(0, len(found), step)
         ]
         return OutputDelta([*prompt, *chunks], finish_reason)
 
@@ -114,6 +151,26 @@ class StampedRequest(ABC):
             return None
         oldest = self._ages.oldest(self._began, version)
         return None if oldest == version else oldest
+
+
+def check_most(sampling: Sampling, vocabulary: int) -> None:
+    """Raise RequestRefusedError for logprobs of more tokens than the vocabulary has, at which an
+    engine would end.
+    """
+    for name, most in (
+        ("logprobs", sampling.logprobs),
+        ("prompt_logprobs", sampling.prompt_logprobs or 0),
+    ):
+        if most > vocabulary:
+            raise RequestRefusedError(
+                BAD_REQUEST, f"{name}: {most} is above the vocabulary's {vocabulary} tokens"
+            )
+
+
+@cache
+def top_rows(most: int) -> Struct:
+    """Return the packing of `most` ids and logprobs, as `StreamLine.top_logprobs` has them."""
+    return Struct(f"<{most}i{most}f")
 
 
 def model_ends(

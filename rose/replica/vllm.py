@@ -49,7 +49,9 @@ from rose.replica.engine import (
     RequestRefusedError,
     StampedRequest,
     WarmUpSizes,
+    check_most,
     model_ends,
+    top_rows,
 )
 from rose.replica.token_versions import UNNAMED, KvStaleness, Start, split_spans
 from rose.tracing import TraceContext
@@ -173,7 +175,7 @@ def stamps_of(engine: Any) -> Stamps:  # noqa: ANN401 -- vLLM's AsyncLLM
 class VllmRequest(StampedRequest):
     """Request of one turn in vLLM's AsyncLLM."""
 
-    __slots__ = ("_collector", "_starts")
+    __slots__ = ("_collector", "_most", "_starts", "_state")
 
     def __init__(
         self,
@@ -181,11 +183,16 @@ class VllmRequest(StampedRequest):
         starts: Sequence[Start] | None,
         ages: KvStaleness,
         began: int,
-        wants_prompt: bool = False,
+        sampling: Sampling,
+        state: Any = None,  # noqa: ANN401 - vLLM's RequestState
     ) -> None:
+        """Record the turn; `state` is for logprobs of other tokens, if `sampling` asks for them."""
+        wants_prompt = sampling.prompt_logprobs is not None
         super().__init__(collector.request_id, ages, began, wants_prompt)
         self._collector = collector
         self._starts = starts
+        self._most = sampling.logprobs
+        self._state = state
 
     @classmethod
     async def start(
@@ -215,8 +222,15 @@ class VllmRequest(StampedRequest):
             raise RequestRefusedError(BAD_REQUEST, str(error)) from error
         except ENGINE_FAILURES as error:
             raise RequestRefusedError(_UNAVAILABLE, str(error)) from error
-        wants_prompt = body.sampling.prompt_logprobs is not None
-        return cls(collector, stamps_of(engine).starts(collector), ages, began, wants_prompt)
+        states = engine.output_processor.request_states if body.sampling.logprobs else {}
+        return cls(
+            collector,
+            stamps_of(engine).starts(collector),
+            ages,
+            began,
+            body.sampling,
+            states.get(collector.request_id),
+        )
 
     async def next(self) -> OutputDelta:
         output = self._collector.get_nowait() or await self._collector.get()
@@ -232,8 +246,10 @@ class VllmRequest(StampedRequest):
     def _chunks(self, completion: Any) -> list[StreamLine]:  # noqa: ANN401 - vLLM's CompletionOutput
         tokens, logprobs = completion.token_ids, _sampled_logprobs(completion.logprobs)
         so_far = self.tokens + len(tokens)
-        if completion.finish_reason is not None and len(logprobs) == len(tokens) + so_far:
-            # 0.25 repeats all logprobs of a request in a last output that has no token of its own.
+        repeated = len(tokens) if self._most else so_far
+        if completion.finish_reason is not None and len(logprobs) == len(tokens) + repeated:
+            # 0.25 repeats all logprobs that it keeps of a request in a last output that has no
+            # token of its own.
             logprobs = logprobs[: len(tokens)]
         if len(logprobs) != len(tokens):
             raise EngineGenerateError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
@@ -241,7 +257,20 @@ class VllmRequest(StampedRequest):
         starts = self._starts
         if starts is None:
             starts = [(span.version, span.start) for span in completion.weight_versions or ()]
-        return self._cut(tokens, logprobs, split_spans(starts, first, len(tokens)))
+        tops = self._tops(completion.logprobs, len(tokens)) if self._most else None
+        return self._cut(tokens, logprobs, split_spans(starts, first, len(tokens)), tops)
+
+    def _tops(self, flat: Any, count: int) -> list[bytes]:  # noqa: ANN401 - vLLM's FlatLogprobs
+        """Return the most likely tokens at each of `count` new tokens, and drop them in vLLM, which
+        would keep 20 KB of objects for each token until the request ends.
+        """
+        processor = None if self._state is None else self._state.logprobs_processor
+        if processor is not None and len(processor.logprobs) >= count:
+            processor.logprobs = processor.logprobs[count:]
+        pack = top_rows(self._most).pack
+        # The sampled token is each position's first entry.
+        places = [(start + 1, start + 1 + self._most) for start in flat.start_indices[:count]]
+        return [pack(*flat.token_ids[a:b], *flat.logprobs[a:b]) for a, b in places]
 
 
 class VllmEngine:
@@ -351,6 +380,7 @@ def _check_ids(engine: Any, body: GenerateBody) -> None:  # noqa: ANN401 - Async
     """
     size: int = engine.model_config.get_vocab_size()
     sampling = body.sampling
+    check_most(sampling, size)
     named = {"token_ids": body.token_ids, "allowed_token_ids": sampling.allowed_token_ids or ()}
     if sampling.min_tokens:
         end = engine.renderer.get_eos_token_id()
@@ -425,7 +455,7 @@ def _parameters(sampling: Sampling, ends: Sequence[int] = ()) -> SamplingParams:
         presence_penalty=sampling.presence_penalty,
         prompt_logprobs=sampling.prompt_logprobs,
         structured_outputs=None if structured is None else _structured(structured),
-        logprobs=0,
+        logprobs=sampling.logprobs,
         flat_logprobs=True,
         ignore_eos=True,
         detokenize=False,

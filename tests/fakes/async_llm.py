@@ -17,7 +17,9 @@ def logprob_of(token: int) -> float:
 
 
 class FakeAsyncLLM:
-    """Every step gives each request its next token: 0, 1, 2, … with logprob -token / 4."""
+    """Every step gives each request its next token: 0, 1, 2, … with logprob -token / 4; the most
+    likely ones are 99, 100, … with logprobs -9, -10, …
+    """
 
     def __init__(self, stream_interval: int = 1) -> None:
         self.output_processor = OutputProcessor(
@@ -92,8 +94,11 @@ class FakeAsyncLLM:
         outputs = []
         for name, state in self.output_processor.request_states.items():
             token = state.detokenizer.num_output_tokens()
+            likely = range(max(1, state.logprobs_processor.num_logprobs))
             logprobs = LogprobsLists(
-                np.array([[token, 99]]), np.array([[logprob_of(token), -9.0]]), np.array([1])
+                np.array([[token, *[99 + each for each in likely]]]),
+                np.array([[logprob_of(token), *[-9.0 - each for each in likely]]]),
+                np.array([1]),
             )
             outputs.append(
                 EngineCoreOutput(name, [token], new_logprobs=logprobs, finish_reason=finish)

@@ -1,7 +1,9 @@
 """A replica's HTTP surface without an engine: scripted streams over real sockets."""
 
 import asyncio
+import base64
 import json
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Any, Self
 
@@ -9,6 +11,12 @@ from aiohttp import web
 
 Line = dict[str, Any]
 Write = Callable[[Line], Awaitable[None]]
+
+
+def top_row(token: int, most: int) -> bytes:
+    """Return the most likely tokens at one token: itself, then the next ones."""
+    ids = range(token, token + most)
+    return struct.pack(f"<{most}i{most}f", *ids, *[-each / 1000 for each in ids])
 
 
 class StandInReplica:
@@ -36,6 +44,7 @@ class StandInReplica:
         self.hang_after: int | None = None
         self.draining = False
         self.bad_request = False
+        self.gives_top = True
         self.stop_after: int | None = None
         self.script: list[int] = []
         self.requests: list[dict[str, Any]] = []
@@ -217,6 +226,9 @@ class StandInReplica:
                 await asyncio.sleep(self.delay_s)
             token = self.script[i] if self.script else first + i
             line = {"token_ids": [token], "logprobs": [-token / 1000], "version": self.version}
+            most = asked["sampling"].get("logprobs", 0)
+            if most and self.gives_top:
+                line["top_logprobs"] = base64.b64encode(top_row(token, most)).decode()
             if self.update_at is not None and i >= self.update_at:
                 line |= {"version": self.version + 1, "oldest_version": self.version}
             await write(line)

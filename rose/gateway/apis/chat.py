@@ -123,12 +123,13 @@ class ChatFrontend(ApiFrontend):
         limit = asked.max_completion_tokens
         max_tokens = asked.max_tokens if limit is None else limit
         self._model.check_length(len(prompt), max_tokens or 0)
-        sampling = asked.sampling(self._model.budget(len(prompt), max_tokens))
+        most = frontend.most_likely(asked.top_logprobs, "top_logprobs", counts_sampled=True)
+        sampling = asked.sampling(self._model.budget(len(prompt), max_tokens), most)
         name, text = frontend.request_id_of(headers, asked.request_id), asked.text_plan(self._model)
         turns = frontend.turns_of(
             asked, headers, name, [prompt], sampling, samples=asked.samples, text=text
         )
-        answer = ChatAnswer(f"chatcmpl-{name[0]}", self._model, asked, prompt, called)
+        answer = ChatAnswer(f"chatcmpl-{name[0]}", self._model, asked, prompt, called, most)
         return frontend.request_of(asked, headers, turns, answer, at_end=called is not None)
 
     async def _prompt(self, asked: _ChatBody, tools: bytes | None) -> list[int]:
@@ -157,7 +158,6 @@ def _check(asked: _ChatBody, max_completions: int) -> None:
         raise BadRequest("chat_template: only the tokenizer's own is used", "chat_template")
     if asked.top_logprobs and not asked.logprobs:
         raise BadRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    frontend.check_logprobs(asked.top_logprobs, "top_logprobs")
 
 
 class _ChatTopLogprob(msgspec.Struct, gc=False):
@@ -199,11 +199,12 @@ class ChatAnswer(OpenAIResponse):
         asked: _ChatBody,
         prompt: list[int],
         tools: bytes | None,
+        most: int,
     ) -> None:
         """Keep what the answer repeats of the request. `tools`: JSON of the tools that the output
         may call, None for none.
         """
-        super().__init__(name, model, asked, [prompt])
+        super().__init__(name, model, asked, [prompt], most)
         self._prompt = prompt
         self._logprobs = bool(asked.logprobs)
         self._top = bool(asked.top_logprobs)
@@ -307,10 +308,13 @@ class ChatAnswer(OpenAIResponse):
         if not self._logprobs:
             return None
         content = []
-        logprobs = wire.finite(stream.logprobs[start:end])
-        for place, logprob in enumerate(logprobs, start):
+        for place, pairs in enumerate(wire.beside(stream, start, end, self._most), start):
             text = self.token_text(stream.tokens, place)
             raw = list(text.encode("utf-8", "replace"))
+            logprob = pairs[0][1]
             top = [_ChatTopLogprob(text, logprob, raw)] if self._top else []
+            for token, other in pairs[1 : self._most]:
+                named = self.token_text([token], 0)
+                top.append(_ChatTopLogprob(named, other, list(named.encode("utf-8", "replace"))))
             content.append(_ChatTokenLogprob(text, logprob, raw, top))
         return _ChatLogprobs(content)

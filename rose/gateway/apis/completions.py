@@ -99,9 +99,9 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
         """Number of answers to each prompt: the field `n`, or 1."""
         return 1 if self.n is None else self.n
 
-    def sampling(self, max_tokens: int) -> Sampling:
-        """Return the sampling parameters of each turn, with this token limit. Raises BadRequest for
-        an invalid output constraint.
+    def sampling(self, max_tokens: int, most: int) -> Sampling:
+        """Return the sampling parameters of each turn, with this token limit and logprobs of the
+        `most` most likely tokens. Raises BadRequest for an invalid output constraint.
         """
         guided = {
             "json": self.guided_json,
@@ -111,6 +111,7 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
         }
         fields = structs.asdict(self)
         fields["max_tokens"] = max_tokens
+        fields["logprobs"] = most
         fields["stop_token_ids"] = self.stop_token_ids or None
         fields["structured_outputs"] = structured_of(
             self.structured_outputs, self.response_format, guided
@@ -155,9 +156,14 @@ class OpenAIResponse(wire.ApiResponse):
     kind = "text_completion"
 
     def __init__(
-        self, name: str, model: ServedModel, asked: OpenAIBody, prompts: list[list[int]]
+        self,
+        name: str,
+        model: ServedModel,
+        asked: OpenAIBody,
+        prompts: list[list[int]],
+        most: int,
     ) -> None:
-        super().__init__(asked.stream_options, sum(map(len, prompts)))
+        super().__init__(asked.stream_options, sum(map(len, prompts)), most)
         self._name = name
         self._model = model
         self._prompts = prompts
@@ -217,7 +223,7 @@ class CompletionFrontend(ApiFrontend):
         asked = frontend.read_json(_decoder, body)
         self._model.check_name(asked.model)
         asked.check(self._max_completions)
-        frontend.check_logprobs(asked.logprobs, "logprobs")
+        most = frontend.most_likely(asked.logprobs, "logprobs")
         if asked.suffix:
             raise BadRequest("suffix is not supported", "suffix")
         prompts = await self._prompts(asked)
@@ -225,7 +231,10 @@ class CompletionFrontend(ApiFrontend):
         max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
         for prompt in prompts:
             self._model.check_length(len(prompt), max_tokens)
-        sampling, text = asked.sampling(max_tokens), asked.text_plan(self._model)
+        sampling, text = (
+            asked.sampling(max_tokens, most),
+            asked.text_plan(self._model),
+        )
         name = frontend.request_id_of(headers, asked.request_id)
         turns = frontend.turns_of(
             asked, headers, name, prompts, sampling, samples=asked.samples, text=text
@@ -268,7 +277,7 @@ class CompletionAnswer(OpenAIResponse):
     def __init__(
         self, name: str, model: ServedModel, asked: _CompletionBody, prompts: list[list[int]]
     ) -> None:
-        super().__init__(name, model, asked, prompts)
+        super().__init__(name, model, asked, prompts, asked.logprobs or 0)
         self._logprobs = asked.logprobs is not None
         # Without a tokenizer the text is empty: the ids are the answer.
         self._ids = self._ids or model.codec is None
@@ -316,13 +325,16 @@ class CompletionAnswer(OpenAIResponse):
             return None
         found = _CompletionLogprobs([], [], [], [])
         offset = self._offsets.get(index, 0)
-        logprobs = wire.finite(stream.logprobs[start:end])
-        for place, logprob in enumerate(logprobs, start):
-            text = self.token_text(stream.tokens, place)
+        for place, pairs in enumerate(wire.beside(stream, start, end, self._most), start):
+            text, logprob = self.token_text(stream.tokens, place), pairs[0][1]
             found.text_offset.append(offset)
             found.token_logprobs.append(logprob)
             found.tokens.append(text)
-            found.top_logprobs.append({text: logprob})
+            top = {text: logprob}
+            for token, other in pairs[1:]:
+                # Tokens may share a text; the first is the likeliest, or was sampled.
+                top.setdefault(self.token_text([token], 0), other)
+            found.top_logprobs.append(top)
             offset += len(text)
         self._offsets[index] = offset
         return found

@@ -26,7 +26,7 @@ from rose.contract.gateway import (
     TIMEOUT_HEADER,
     TurnFields,
 )
-from rose.contract.replica import Sampling
+from rose.contract.replica import MOST_LOGPROBS, Sampling
 from rose.errors import decoded
 from rose.gateway.apis.wire import DONE, ApiResponse, event, vllm_error
 from rose.gateway.errors import BadRequest, TurnError
@@ -331,16 +331,16 @@ def check_samples(samples: int, most: int, temperature: float | None) -> None:
         raise BadRequest(f"n must be 1 at temperature 0, got {samples}: all would be alike", "n")
 
 
-def check_logprobs(given: int | None, name: str) -> None:
-    """Raise BadRequest if the field `name` asks for more than one logprob a token: replicas report
-    only the sampled token's.
+def most_likely(given: int | None, name: str, *, counts_sampled: bool = False) -> int:
+    """Return `Sampling.logprobs` for the field `name`. Raises BadRequest for a number that replicas
+    do not give.
+
+    counts_sampled: True for a field in which the sampled token is the first of that many.
     """
-    if given is not None and not 0 <= given <= 1:
-        raise BadRequest(
-            f"{name} is {given}: rollout replicas give the sampled token's logprob only; "
-            "send 0 or 1",
-            name,
-        )
+    most = given or 0
+    if not 0 <= most <= MOST_LOGPROBS:
+        raise BadRequest(f"{name}: from 0 to {MOST_LOGPROBS}, got {most}", name)
+    return 0 if counts_sampled and most == 1 else most
 
 
 def check_prompt_logprobs(asked: int | None, stream: bool | None) -> None:

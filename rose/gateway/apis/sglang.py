@@ -5,6 +5,7 @@ Fields of ROSE: `min_version`, `exact_version`, `timeout_s`, `resume_from`, `cac
 `versions` out. A stream repeats the output so far in each event, as SGLang does by default.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -58,7 +59,7 @@ class _SglangSamplingBody(_SglangUnsupportedSampling, gc=False):
     ebnf: str | None = None
     ignore_eos: bool | None = False
 
-    def sampling(self) -> Sampling:
+    def sampling(self, most: int) -> Sampling:
         greedy = self.temperature is not None and 0 <= self.temperature < GREEDY_BELOW
         most = DEFAULT_MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
         own: dict[str, object] = {
@@ -69,6 +70,7 @@ class _SglangSamplingBody(_SglangUnsupportedSampling, gc=False):
             "stop_token_ids": self.stop_token_ids or None,
             "seed": self.sampling_seed,
             "structured_outputs": self.structured(),
+            "logprobs": most,
         }
         return sampling_of({**structs.asdict(self), **own})
 
@@ -95,7 +97,6 @@ class _SglangUnsupported(GenerateFields, gc=False, kw_only=True):
     video_data: msgspec.Raw = NOTHING
     audio_data: msgspec.Raw = NOTHING
     token_ids_logprob: msgspec.Raw = NOTHING
-    top_logprobs_num: int | None = 0
     return_hidden_states: msgspec.Raw = NOTHING
     return_sampling_mask: msgspec.Raw = NOTHING
     lora_path: msgspec.Raw = NOTHING
@@ -108,6 +109,7 @@ class _SglangBody(_SglangUnsupported, gc=False, kw_only=True):
     sampling_params: _SglangSamplingBody | None = None
     return_logprob: bool | None = False
     logprob_start_len: int | None = None
+    top_logprobs_num: int | None = 0
     rid: str | list[str] | None = None
 
 
@@ -131,7 +133,14 @@ class SglangFrontend(ApiFrontend):
         if start_len is not None and 0 <= start_len < max(map(len, prompts)):
             raise BadRequest("logprob_start_len: logprobs of the prompt are not given")
         name = _name_of(asked.rid, headers, len(prompts))
-        sampling, text = params.sampling(), params.text_plan(self._model)
+        most = frontend.most_likely(asked.top_logprobs_num, "top_logprobs_num")
+        most = most if asked.return_logprob else 0
+        if most and asked.stream:
+            raise BadRequest(
+                "top_logprobs_num: each event of a stream would repeat them all; leave out stream",
+                "top_logprobs_num",
+            )
+        sampling, text = params.sampling(most), params.text_plan(self._model)
         for prompt in prompts:
             self._model.check_length(len(prompt), sampling.max_tokens)
         turns = frontend.turns_of(asked, headers, name, prompts, sampling, text=text)
@@ -139,7 +148,7 @@ class SglangFrontend(ApiFrontend):
             # SGLang serves the higher priority first, the gateway the lower.
             turn.priority = -turn.priority
         ids = [turn.request_id for turn in turns]
-        answer = SglangAnswer(ids, bool(asked.return_logprob), batch)
+        answer = SglangAnswer(ids, bool(asked.return_logprob), batch, most)
         return frontend.request_of(asked, headers, turns, answer)
 
     def error(self, error: TurnError) -> bytes:
@@ -192,19 +201,25 @@ def _name_of(
 class SglangAnswer(wire.ApiResponse):
     """Writer of an answer in SGLang's form, whole or streamed."""
 
-    def __init__(self, names: list[str], logprobs: bool, batch: bool) -> None:
-        super().__init__(None, 0)
+    def __init__(self, names: list[str], logprobs: bool, batch: bool, most: int) -> None:
+        super().__init__(None, 0, most)
         self._names = names
         self._logprobs = logprobs
         self._batch = batch
+        self._body = b""
 
     async def prepare(self, streams: Sequence[TokenStream]) -> None:
-        """Do nothing: `whole` encodes all turns at once."""
+        """Encode an answer with logprobs of other tokens; `whole` encodes any other at once."""
+        if self._most:
+            self._body = await asyncio.to_thread(self._encoded_all, streams)
 
     def whole(self, streams: Sequence[TokenStream]) -> bytes:
         """Return the JSON body of the whole answer: one object, or a list of them for a list of
         prompts.
         """
+        return self._body or self._encoded_all(streams)
+
+    def _encoded_all(self, streams: Sequence[TokenStream]) -> bytes:
         answers = [self._output(k, stream, len(stream.tokens)) for k, stream in enumerate(streams)]
         return wire.encode(answers if self._batch else answers[0])
 
@@ -233,6 +248,12 @@ class SglangAnswer(wire.ApiResponse):
                 (logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)
             ]
             meta["output_token_logprobs_length"] = end
+            if self._most:
+                meta["input_top_logprobs"] = []
+                meta["output_top_logprobs"] = [
+                    [(logprob, token, None) for token, logprob in place]
+                    for place in wire.most_likely(stream, 0, end, self._most)
+                ]
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = end
         meta["cached_tokens"] = 0

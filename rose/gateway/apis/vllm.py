@@ -10,7 +10,7 @@ import msgspec
 from msgspec import structs
 
 from elastic_scheduler import Segment
-from rose.contract.gateway import GENERATE, Version, versions_of
+from rose.contract.gateway import GENERATE, TopLogprobs, Version, versions_of
 from rose.contract.replica import Sampling, sampling_of
 from rose.gateway.apis import frontend, wire
 from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest, GenerateFields
@@ -62,9 +62,9 @@ class _VllmSamplingBody(_VllmUnsupportedSampling, gc=False):
     skip_reading_prefix_cache: msgspec.Raw = NOTHING
     routed_experts_prompt_start: msgspec.Raw = NOTHING
 
-    def sampling(self, max_tokens: int) -> Sampling:
+    def sampling(self, max_tokens: int, most: int) -> Sampling:
         structured = structured_of(self.structured_outputs, NOTHING)
-        own = {"max_tokens": max_tokens, "structured_outputs": structured}
+        own = {"max_tokens": max_tokens, "structured_outputs": structured, "logprobs": most}
         return sampling_of({**structs.asdict(self), **own})
 
 
@@ -81,6 +81,7 @@ class _VllmBody(_VllmUnsupported, gc=False, kw_only=True):
     sampling_params: _VllmSamplingBody = msgspec.field(default_factory=_VllmSamplingBody)
     stream_options: wire.StreamOptions | None = None
     return_token_ids: bool | None = None
+    packed: bool | None = None
 
 
 _decoder = msgspec.json.Decoder(_VllmBody)
@@ -99,16 +100,16 @@ class VllmFrontend(ApiFrontend):
         params, prompt = asked.sampling_params, asked.token_ids
         frontend.refuse_unsupported(asked, _VllmUnsupported)
         frontend.refuse_unsupported(params, _VllmUnsupportedSampling)
-        frontend.check_logprobs(params.logprobs, "logprobs")
+        most = frontend.most_likely(params.logprobs, "logprobs", counts_sampled=not asked.packed)
         frontend.check_prompt_logprobs(params.prompt_logprobs, asked.stream)
         samples = 1 if params.n is None else params.n
         frontend.check_samples(samples, self._max_completions, params.temperature)
         self._model.check_length(len(prompt))
         name = frontend.request_id_of(headers, asked.request_id)
-        sampling = params.sampling(self._model.budget(len(prompt), params.max_tokens))
+        sampling = params.sampling(self._model.budget(len(prompt), params.max_tokens), most)
         turns = frontend.turns_of(asked, headers, name, [prompt], sampling, samples=samples)
         return frontend.request_of(
-            asked, headers, turns, VllmAnswer(name[0], self._model.name, asked)
+            asked, headers, turns, VllmAnswer(name[0], self._model.name, asked, most)
         )
 
 
@@ -146,6 +147,7 @@ class _VllmOutput(msgspec.Struct, gc=False, kw_only=True):
     sampling_mask: None = None
     weight_versions: list[_WeightVersion] | None
     logprobs: _VllmTokenLogprobs | None
+    top_logprobs: TopLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class _VllmWhole(msgspec.Struct, gc=False, kw_only=True):
@@ -192,8 +194,9 @@ class VllmAnswer(wire.ApiResponse):
     `weight_versions`.
     """
 
-    def __init__(self, request_id: str, model: str, asked: _VllmBody) -> None:
-        super().__init__(asked.stream_options, len(asked.token_ids))
+    def __init__(self, request_id: str, model: str, asked: _VllmBody, most: int) -> None:
+        self._packed = most if asked.packed else 0
+        super().__init__(asked.stream_options, len(asked.token_ids), most - self._packed)
         self._request_id = request_id
         self._model = model
         self._logprobs = asked.sampling_params.logprobs is not None
@@ -262,6 +265,8 @@ class VllmAnswer(wire.ApiResponse):
         if self._logprobs:
             values = wire.finite(stream.logprobs[start:end])
             logprobs = _VllmTokenLogprobs([*map(logprob_of, tokens, values)])
+            if self._most:
+                self._add_others(logprobs, stream, start, end)
         return _VllmOutput(
             index=index,
             finish_reason=stream.finish_reason if over else None,
@@ -269,7 +274,20 @@ class VllmAnswer(wire.ApiResponse):
             token_ids=tokens,
             weight_versions=_weight_versions(stream) if over else None,
             logprobs=logprobs,
+            top_logprobs=TopLogprobs(self._packed, stream.top_logprobs(start, end, self._packed))
+            if self._packed
+            else msgspec.UNSET,
         )
+
+    def _add_others(
+        self, logprobs: _VllmTokenLogprobs, stream: TokenStream, start: int, end: int
+    ) -> None:
+        """Add the most likely tokens to each token's list, in which the token itself counts."""
+        for token, place in zip(
+            logprobs.content, wire.beside(stream, start, end, self._most), strict=True
+        ):
+            others = place[1 : self._most]
+            token.top_logprobs += [_VllmTopLogprob(other, value) for other, value in others]
 
 
 def _token_logprob(token: int, logprob: float) -> _VllmTokenLogprob:

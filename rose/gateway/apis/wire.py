@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -46,9 +47,13 @@ class ApiResponse:
     vLLM's.
     """
 
-    def __init__(self, options: StreamOptions | None, prompt_tokens: int) -> None:
-        """Keep the stream options and the number of prompt tokens, each prompt counted once."""
+    def __init__(self, options: StreamOptions | None, prompt_tokens: int, most: int = 0) -> None:
+        """Keep the stream options, and the number of prompt tokens, each prompt counted once.
+
+        most: number of most likely tokens that the answer has at each token, in JSON.
+        """
         self._options = options or StreamOptions()
+        self._most = most
         self._prompt_tokens = prompt_tokens
         self._choices: list[msgspec.Raw] = []
 
@@ -58,11 +63,17 @@ class ApiResponse:
         """
         step_tokens = 0
         for index, stream in enumerate(streams):
-            step_tokens += TURN_TOKENS + len(stream.tokens)
+            if len(stream.tokens) * self._most > STEP_TOKENS:
+                self._choices.append(await asyncio.to_thread(self._encoded, index, stream))
+                continue
+            step_tokens += TURN_TOKENS + len(stream.tokens) * (1 + self._most)
             if self._choices and step_tokens > STEP_TOKENS:
                 step_tokens = 0
                 await asyncio.sleep(0)
-            self._choices.append(msgspec.Raw(encode(self.choice(index, stream))))
+            self._choices.append(self._encoded(index, stream))
+
+    def _encoded(self, index: int, stream: TokenStream) -> msgspec.Raw:
+        return msgspec.Raw(encode(self.choice(index, stream)))
 
     def choice(self, index: int, stream: TokenStream) -> object:
         """Return the choice of a finished turn, as an object to be encoded in the answer's JSON."""
@@ -143,6 +154,30 @@ def error_body(status: int, line: str) -> bytes:
 def event(payload: bytes) -> bytes:
     """Return the payload framed as one server-sent event: `data: ...` and an empty line."""
     return b"data: " + payload + b"\n\n"
+
+
+def beside(
+    stream: TokenStream, start: int, end: int, most: int
+) -> Iterator[list[tuple[int, float]]]:
+    """Yield (token id, logprob) for each of the tokens [start, end): its own first, then those of
+    the others among the `most` most likely ones.
+    """
+    owns = zip(stream.tokens[start:end], finite(stream.logprobs[start:end]), strict=True)
+    if not most:
+        yield from ([own] for own in owns)
+        return
+    for own, likely in zip(owns, most_likely(stream, start, end, most), strict=True):
+        yield [own, *[pair for pair in likely if pair[0] != own[0]]]
+
+
+def most_likely(
+    stream: TokenStream, start: int, end: int, most: int
+) -> Iterator[list[tuple[int, float]]]:
+    """Yield (token id, logprob) of the `most` most likely tokens at each of the tokens
+    [start, end).
+    """
+    for row in struct.iter_unpack(f"<{most}i{most}f", stream.top_logprobs(start, end, most)):
+        yield [*zip(row[:most], finite(row[most:]), strict=True)]
 
 
 def finite(logprobs: Sequence[float]) -> Sequence[float]:

@@ -12,7 +12,9 @@ sglang  `POST /generate`, streamed. By default each event repeats the whole outp
         apart.
 """
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -36,6 +38,7 @@ from rose.gateway.turn_request import TurnRequest
 MAX_EVENT_BYTES = 1 << 20
 # An event of SGLang may hold a whole long output with its logprobs.
 MAX_REPEATED_BYTES = 32 << 20
+ID_PREFIX = "token_id:"
 ANY_OBJECT = '{"type": "object"}'
 # Fields of SGLang that are not left out at 0.
 SENT_AT_ZERO = frozenset({"temperature", "sampling_seed"})
@@ -109,8 +112,11 @@ class ReplicaBackend(Protocol):
         """
         ...
 
-    def reader(self) -> AnswerReader:
-        """Return a new decoder of one answer's bytes, which keeps that answer's state."""
+    def reader(self, most: int = 0) -> AnswerReader:
+        """Return a new decoder of one answer's bytes, which keeps that answer's state.
+
+        most: `Sampling.logprobs` of the turn.
+        """
         ...
 
 
@@ -165,7 +171,8 @@ class RoseBackend:
             )
         )
 
-    def reader(self) -> AnswerReader:
+    def reader(self, most: int = 0) -> AnswerReader:
+        del most
         return AnswerReader(Lines(MAX_LINE_BYTES).split, _decode_line)
 
 
@@ -174,6 +181,7 @@ class RoseBackend:
 
 class _VllmLogprobs(msgspec.Struct, gc=False):
     token_logprobs: list[Logprob | None] = []
+    top_logprobs: list[dict[str, Logprob | None] | None] | None = None
 
 
 class _VllmChoice(msgspec.Struct, gc=False):
@@ -212,18 +220,17 @@ class VllmBackend:
             request_id=request.attempt_id(attempt.number),
             stop_token_ids=fields["stop_token_ids"] or (),
             cache_salt=request.cache_salt,
-            logprobs=0,
             return_token_ids=True,
             return_tokens_as_token_ids=True,
             stream=True,
         )
         return _encode(fields)
 
-    def reader(self) -> AnswerReader:
-        return AnswerReader(Lines(MAX_EVENT_BYTES).events, _vllm_line)
+    def reader(self, most: int = 0) -> AnswerReader:
+        return AnswerReader(Lines(MAX_EVENT_BYTES).events, partial(_vllm_line, most=most))
 
 
-def _vllm_line(data: bytes) -> StreamLine:
+def _vllm_line(data: bytes, most: int = 0) -> StreamLine:
     event = _decode_vllm(data)
     if bytes(event.error):
         return error_line(event.error)
@@ -232,13 +239,47 @@ def _vllm_line(data: bytes) -> StreamLine:
     choice = event.choices[0]
     tokens = choice.token_ids or []
     given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-    logprobs = [float("nan") if logprob is None else logprob for logprob in given]
+    logprobs = [_number(logprob) for logprob in given]
     if len(logprobs) != len(tokens):
         raise BackendError(
             f"{len(tokens)} token ids came with {len(logprobs)} logprobs; "
             "vLLM sends both since version 0.10.2"
         )
-    return StreamLine(tokens, logprobs, finish_reason=choice.finish_reason)
+    tops = None if choice.logprobs is None else choice.logprobs.top_logprobs
+    return StreamLine(
+        tokens,
+        logprobs,
+        finish_reason=choice.finish_reason,
+        top_logprobs=None if not most or tops is None else b"".join(_vllm_rows(tops, most)),
+    )
+
+
+def _vllm_rows(tops: Sequence[dict[str, Logprob | None] | None], most: int) -> Iterator[bytes]:
+    """Yield the `most` most likely tokens at each token. vLLM adds the sampled one, which is the
+    least likely if it is not among them.
+    """
+    for place in tops:
+        pairs = (
+            [
+                (_number(logprob), int(name.removeprefix(ID_PREFIX)))
+                for name, logprob in place.items()
+            ]
+            if place
+            else []
+        )
+        yield _row(sorted(pairs, reverse=True), most)
+
+
+def _row(pairs: Sequence[tuple[float, int]], most: int) -> bytes:
+    """Return the first `most` (logprob, token id) pairs as `StreamLine.top_logprobs` has them."""
+    if len(pairs) < most:
+        raise BackendError(f"a token came with logprobs of {len(pairs)} tokens, not of {most}")
+    kept = pairs[:most]
+    return struct.pack(f"<{most}i{most}f", *[pair[1] for pair in kept], *[pair[0] for pair in kept])
+
+
+def _number(logprob: float | None) -> float:
+    return float("nan") if logprob is None else logprob
 
 
 # ---- SGLang ----
@@ -253,6 +294,7 @@ class _SglangFinish(msgspec.Struct, gc=False):
 class _SglangMeta(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     output_token_logprobs: list[tuple[Logprob | None, int, object]] = []
+    output_top_logprobs: list[list[tuple[Logprob | None, int, object]] | None] | None = None
     finish_reason: _SglangFinish | None = None
 
 
@@ -309,11 +351,12 @@ class SglangBackend:
                 "return_logprob": True,
                 "logprob_start_len": -1,
                 "stream": True,
+                **({"top_logprobs_num": rest.logprobs} if rest.logprobs else {}),
             }
         )
 
-    def reader(self) -> AnswerReader:
-        return AnswerReader(Lines(MAX_REPEATED_BYTES).events, _SglangOutput().line)
+    def reader(self, most: int = 0) -> AnswerReader:
+        return AnswerReader(Lines(MAX_REPEATED_BYTES).events, _SglangOutput(most).line)
 
 
 def _refuse_for_sglang(asked: Sampling) -> None:
@@ -341,9 +384,10 @@ class _SglangOutput:
     them.
     """
 
-    __slots__ = ("_seen",)
+    __slots__ = ("_most", "_seen")
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 0) -> None:
+        self._most = most
         self._seen = 0
 
     def line(self, data: bytes) -> StreamLine:
@@ -362,12 +406,18 @@ class _SglangOutput:
         finish = meta.finish_reason
         if finish is not None:
             refuse(finish.status_code, finish.message)
+        tops = meta.output_top_logprobs if self._most else None
         return StreamLine(
             tokens,
-            [float("nan") if row[0] is None else row[0] for row in rows],
+            [_number(row[0]) for row in rows],
             finish_reason=None if finish is None else finish.type,
             message=None if finish is None else finish.message,
+            top_logprobs=None if tops is None else self._top_rows(tops[len(tops) - new :]),
         )
+
+    def _top_rows(self, tops: list[list[tuple[Logprob | None, int, object]] | None]) -> bytes:
+        places = [[(_number(row[0]), row[1]) for row in place or ()] for place in tops]
+        return b"".join([_row(place, self._most) for place in places])
 
 
 LINKS: dict[ReplicaApi, ReplicaBackend] = {

@@ -7,14 +7,15 @@ decoded, cut where text stops, journaled and passed to readers. Only the attempt
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
 
 from elastic_scheduler import Attempt, Deliver, End, JournalError, Outcome, TurnJournal, TurnNeed
-from rose.contract.replica import PromptLogprobs, StreamLine
+from elastic_scheduler.turn_journal import NO_COLUMNS
+from rose.contract.replica import PromptLogprobs, StreamLine, top_row_bytes
 from rose.gateway.backends.batches import BatchCollector, BatchedTurn
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamConnection
 from rose.gateway.backends.replica_apis import LINKS, AnswerReader, BackendError
@@ -22,7 +23,7 @@ from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, Ending, LiveAttempt
 from rose.gateway.text_codec import TextTrack
 from rose.gateway.turn_request import TurnRequest
-from rose.gateway.turns.token_stream import TokenStream
+from rose.gateway.turns.token_stream import TOP_LOGPROBS, TokenStream
 from rose.tracing import NO_SPANS, Attributes, Spans
 
 REST_OF_ANSWER_S = 1.0
@@ -180,7 +181,7 @@ class AttemptStream:
     def __post_init__(self) -> None:
         entry = self.live.entry
         self._asked = self.turn.journal.begin(entry.id, entry.kind.value)
-        self._reader = LINKS[entry.api].reader()
+        self._reader = LINKS[entry.api].reader(self.turn.request.sampling.logprobs)
         self._over = asyncio.get_running_loop().create_future()
 
     async def run(self, upstream: Upstream) -> Ending:
@@ -349,13 +350,19 @@ class AttemptStream:
         stop string.
         """
         journal, text = self.turn.journal, self.turn.text
-        check_line(line, journal.remaining)
+        most = self.turn.request.sampling.logprobs
+        check_line(line, journal.remaining, most)
         tokens, logprobs = line.token_ids, line.logprobs
         if text is not None:
             kept = text.add(tokens, line.finish_reason == "stop")
             if kept < len(tokens):
                 tokens, logprobs = tokens[:kept], logprobs[:kept]
-        journal.append(self._asked.number, tokens, logprobs, line.version, line.oldest_version)
+        columns: Mapping[str, bytes] = NO_COLUMNS
+        if most and line.top_logprobs is not None:
+            columns = {TOP_LOGPROBS: line.top_logprobs[: len(tokens) * top_row_bytes(most)]}
+        journal.append(
+            self._asked.number, tokens, logprobs, line.version, line.oldest_version, columns
+        )
         self.dispatcher.journaled(self.live, len(tokens))
 
     def _finish(self, reason: str) -> bool:
@@ -376,15 +383,19 @@ class AttemptStream:
             self.dispatcher.stats.turns += self.turn.deliver()
 
 
-def check_line(line: StreamLine, budget: int) -> None:
+def check_line(line: StreamLine, budget: int, most: int = 0) -> None:
     """Raise BackendError for a line with more tokens than the turn has left, or with logprobs or
-    versions that do not match them.
+    versions that do not match them; BadRequest for one without the `most` most likely tokens.
     """
     count, oldest = len(line.token_ids), line.oldest_version
     if count > budget:
         raise BackendError(f"{count} tokens came where {budget} were left")
     if count != len(line.logprobs):
         raise BackendError(f"{count} tokens came with {len(line.logprobs)} logprobs")
+    if most and line.top_logprobs is None:
+        raise BadRequest("logprobs: it gives those of sampled tokens alone", "logprobs")
+    if most and len(line.top_logprobs or b"") != count * top_row_bytes(most):
+        raise BackendError(f"{count} tokens came without {most} logprobs each")
     if oldest is not None and not 0 <= oldest <= line.version:
         raise BackendError(f"tokens of version {line.version} on KV of version {oldest}")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from elastic_scheduler import Segment, TurnJournal, VersionSpan
-from rose.contract.replica import PromptLogprobs
+from rose.contract.replica import PromptLogprobs, top_row_bytes
 from rose.gateway.errors import TurnError, fresh
 from rose.gateway.text_codec import TextTrack
 
@@ -23,6 +23,8 @@ from rose.gateway.text_codec import TextTrack
 FEED_BYTES = 2_048
 SPAN_BYTES = 160
 PLACE_BYTES = 150
+# Name of the journal's column of the most likely tokens at each token.
+TOP_LOGPROBS = "top_logprobs"
 
 
 @dataclass(slots=True, eq=False)
@@ -99,6 +101,7 @@ class TokenStream:
         journal = self.journal
         held = FEED_BYTES + journal.tokens.itemsize * len(journal.tokens)
         held += journal.logprobs.itemsize * len(journal.logprobs)
+        held += sum(map(len, journal.columns.values()))
         held += SPAN_BYTES * (len(journal.versions) + len(journal.segments))
         for place in self.prompt_logprobs or ():
             held += PLACE_BYTES * (1 + len(place or ()))
@@ -166,6 +169,14 @@ class TokenStream:
             await self.ended()
         if self._error is not None:
             raise fresh(self._error)
+
+    def top_logprobs(self, start: int, end: int, most: int) -> bytes:
+        """Return the `most` most likely tokens at each of the tokens [start, end), as
+        `StreamLine.top_logprobs` has them.
+        """
+        row = top_row_bytes(most)
+        found = self.journal.columns.get(TOP_LOGPROBS, b"")
+        return bytes(memoryview(found)[start * row : end * row])
 
     def spans(self, start: int, end: int) -> list[VersionSpan]:
         """Return the version spans of the tokens [start, end), cut to that range; tokens of unknown

@@ -22,8 +22,13 @@ NEUTRAL: Final[Mapping[str, tuple[object, ...]]] = {
 }
 # Logprobs of the sampled tokens always come, and text is never requested.
 NOT_ASKED: Final = frozenset({"logprobs", "detokenize", "skip_special_tokens"})
-# Sampling fields that a turn's request may have; verl's trainer reads no logprobs of prompts.
-SAMPLED: Final = frozenset(Sampling.__struct_fields__) - {"prompt_logprobs", "structured_outputs"}
+# Sampling fields that a turn's request may have; verl's trainer reads no logprobs of prompts, nor
+# of tokens that were not sampled.
+SAMPLED: Final = frozenset(Sampling.__struct_fields__) - {
+    "logprobs",
+    "prompt_logprobs",
+    "structured_outputs",
+}
 # Number of versions to remember: few turns last for more updates.
 REMEMBERED = 256
 COMPLETED, ABORTED = "completed", "aborted"

@@ -33,7 +33,9 @@ from rose.replica.engine import (
     RequestRefusedError,
     StampedRequest,
     WarmUpSizes,
+    check_most,
     model_ends,
+    top_rows,
 )
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
 from rose.tracing import TraceContext
@@ -52,7 +54,7 @@ class SglangError(Exception):
 class SglangRequest(StampedRequest):
     """Request of one turn in SGLang's TokenizerManager."""
 
-    __slots__ = ("_ended", "_error", "_manager", "_state")
+    __slots__ = ("_ended", "_error", "_manager", "_sampling", "_state")
 
     def __init__(
         self,
@@ -60,10 +62,11 @@ class SglangRequest(StampedRequest):
         rid: str,
         ages: KvStaleness,
         began: int,
-        wants_prompt: bool = False,
+        sampling: Sampling,
     ) -> None:
-        super().__init__(rid, ages, began, wants_prompt)
+        super().__init__(rid, ages, began, sampling.prompt_logprobs is not None)
         self._manager = manager
+        self._sampling = sampling
         self._state = manager.rid_to_state[rid]
         self._error: Exception | None = None
         self._ended = False
@@ -81,6 +84,7 @@ class SglangRequest(StampedRequest):
         """
         if not body.token_ids:
             raise RequestRefusedError(BAD_REQUEST, "a turn has at least one token")
+        check_most(body.sampling, int(manager.model_config.vocab_size))
         began = ages.current
         rid = request_id(body.request_id)
         asked = _request(rid, body, ages, () if body.sampling.ignore_eos else ends)
@@ -94,7 +98,7 @@ class SglangRequest(StampedRequest):
         states = {rid: manager.rid_to_state[rid]}
         try:
             await manager._send_one_request(await manager._tokenize_one_request(asked))
-            return cls(manager, rid, ages, began, body.sampling.prompt_logprobs is not None)
+            return cls(manager, rid, ages, began, body.sampling)
         except ValueError as error:
             manager._release_req_states_on_failure(states)
             raise RequestRefusedError(BAD_REQUEST, str(error)) from error
@@ -120,7 +124,7 @@ class SglangRequest(StampedRequest):
             # A refusal may come with a token that nobody sampled.
             reason = _reason(output["meta_info"].get("finish_reason")) or reason
             chunks += self._chunks(output)
-        return self._delta(chunks, reason, lambda: _places(outputs[0]["meta_info"]))
+        return self._delta(chunks, reason, lambda: self._places(outputs[0]["meta_info"]))
 
     def interrupt(self, error: Exception) -> None:
         self._error = error
@@ -153,7 +157,22 @@ class SglangRequest(StampedRequest):
         for version, run in itertools.groupby(range(new), key=lambda place: int(versions[place])):
             places = list(run)
             spans.append((version, places[0], places[-1] + 1))
-        return self._cut(tokens, logprobs, spans)
+        tops = self._tops(meta, new) if self._sampling.logprobs else None
+        return self._cut(tokens, logprobs, spans, tops)
+
+    def _tops(self, meta: dict[str, Any], new: int) -> list[bytes]:
+        """Return the most likely tokens at each of `new` tokens; SGLang may send more of them, for
+        the prompt's sake.
+        """
+        most = self._sampling.logprobs
+        rows = [row[:most] for row in (meta.get("output_top_logprobs") or [])[:new]]
+        if len(rows) != new or any(len(row) != most for row in rows):
+            raise SglangError(f"{new} tokens came without {most} logprobs each")
+        pack = top_rows(most).pack
+        return [pack(*[int(each[1]) for each in row], *[each[0] for each in row]) for row in rows]
+
+    def _places(self, meta: dict[str, Any]) -> PromptLogprobs:
+        return _places(meta, self._sampling.prompt_logprobs or 0)
 
 
 class SglangEngine:
@@ -242,7 +261,7 @@ def _request(rid: str, body: GenerateBody, ages: KvStaleness, ends: Sequence[int
         sampling_params=parameters(body.sampling, ends),
         return_logprob=True,
         logprob_start_len=-1 if wanted is None else 0,
-        top_logprobs_num=wanted or 0,
+        top_logprobs_num=max(wanted or 0, body.sampling.logprobs),
         stream=True,
         # One convention everywhere: lower first. SGLang is started with it, too.
         priority=body.priority,
@@ -314,9 +333,9 @@ def _reason(said: Any) -> str | None:  # noqa: ANN401 -- SGLang's JSON
     return str(said["type"])
 
 
-def _places(meta: dict[str, Any]) -> PromptLogprobs:
+def _places(meta: dict[str, Any], most: int) -> PromptLogprobs:
     """Return a prompt's logprobs: for each position (token, logprob, None) of its own token first,
-    then of the others; SGLang reports no ranks.
+    then of the others among the `most` most likely; SGLang reports no ranks.
     """
     sampled = meta.get("input_token_logprobs") or []
     others = meta.get("input_top_logprobs") or [None] * len(sampled)
@@ -325,6 +344,7 @@ def _places(meta: dict[str, Any]) -> PromptLogprobs:
         if own[0] is None:
             places.append(None)
             continue
-        rest = [(int(t), float(lp), None) for lp, t, *_ in beside or () if int(t) != int(own[1])]
+        likely = (beside or ())[:most]
+        rest = [(int(t), float(lp), None) for lp, t, *_ in likely if int(t) != int(own[1])]
         places.append([(int(own[1]), float(own[0]), None), *rest])
     return places

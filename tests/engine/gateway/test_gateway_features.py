@@ -13,6 +13,7 @@ from engine_specs import REWARD, WORDED
 from pool import BYTES, Started
 
 from elastic_scheduler import ReplicaKind
+from rose.client import RolloutClient, Sampling
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from rose.gateway.replicas import static
 from tests.harness.waiting import until_async
@@ -66,8 +67,8 @@ class FeatureStage:
 
     async def direct(self, tokens: int, **sampling: Any) -> dict[str, Any]:
         """The engine's own answer."""
-        body = {"model": WORDED.name, "prompt": PROMPT, "max_tokens": tokens, **GREEDY, **sampling}
-        body |= {"return_token_ids": True, "logprobs": 0}
+        body = {"model": WORDED.name, "prompt": PROMPT, "max_tokens": tokens, "logprobs": 0}
+        body |= {"return_token_ids": True, **GREEDY, **sampling}
         url = f"{self.policy.url}{COMPLETIONS}"
         async with self.http.post(url, json=body, headers=self.policy.headers) as answer:
             assert answer.status == 200, await answer.text()
@@ -164,6 +165,34 @@ async def test_prompt_logprobs_are_the_engines_own(stage: FeatureStage) -> None:
         for token, row in mine.items():
             assert row["logprob"] == pytest.approx(theirs[token]["logprob"], abs=1e-3)
             assert row["rank"] == theirs[token]["rank"]
+
+
+async def test_the_most_likely_tokens_are_the_engines_own_through_a_drain(
+    stage: FeatureStage,
+) -> None:
+    most, tokens = 256, 120
+    url = f"http://127.0.0.1:{stage.gateway.port}"
+    sampling = Sampling(temperature=0.0, ignore_eos=True, max_tokens=tokens, logprobs=most)
+    made = stage.gateway.stats.tokens
+    start = made[WORDED.name]
+    async with RolloutClient(url) as client:
+        running = asyncio.create_task(client.generate(PROMPT, sampling))
+        await until_async(lambda: made[WORDED.name] > start + 20, PATIENCE_S, "tokens", 0.005)
+        await stage.control("drain", reason="a test")
+        await stage.control("admit")
+        moved = await running
+    direct = await stage.direct(tokens, logprobs=most, return_tokens_as_token_ids=True)
+    assert moved.attempts > 1
+    assert [*moved.token_ids] == direct["token_ids"]
+    assert moved.top_logprobs is not None
+    ids, logprobs = moved.top_logprobs.token_ids, moved.top_logprobs.logprobs
+    assert ids.shape == logprobs.shape == (tokens, most)
+    assert (ids[:, 0] == moved.token_ids).all(), "the likeliest token is the greedy one"
+    for place, theirs in enumerate(direct["logprobs"]["top_logprobs"]):
+        known = {int(name.removeprefix("token_id:")): value for name, value in theirs.items()}
+        assert {*ids[place].tolist()} == known.keys()
+        ours = [known[token] for token in ids[place].tolist()]
+        assert logprobs[place].tolist() == pytest.approx(ours, abs=1e-3)
 
 
 async def test_output_has_the_form_that_was_asked_for(stage: FeatureStage) -> None:

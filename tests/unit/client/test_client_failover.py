@@ -20,7 +20,7 @@ from rose.client import (
 from rose.client.resume import Received
 from rose.client.retry import REST_S, GatewayMonitor, GatewayRing
 from rose.client.types import ClientSettings, ask_for
-from rose.contract.gateway import Logprobs, SamplingParams, StreamChoice, StreamEvent, TokenLogprob
+from rose.contract.gateway import Logprobs, StreamChoice, StreamEvent, TokenLogprob
 from tests.fakes.gateway import StandInGateway, until
 
 FAST = Retry(tries=6, first_s=0.005, max_s=0.02)
@@ -153,7 +153,7 @@ def test_a_turn_whose_output_counts_is_never_gone_on_with_from_its_tokens() -> N
     """A gateway shows it when it is whole; what came of it before its gateway died is no prompt."""
     penalized = Sampling(max_tokens=10, frequency_penalty=0.5)
     received = Received(ask_for((1, 100), penalized, request_id="r", session_id="s"))
-    assert received.rest().sampling == SamplingParams.of(penalized)
+    assert received.rest().sampling == penalized
     logprobs = Logprobs([TokenLogprob(-0.5), TokenLogprob(-0.5)])
     received.add(StreamEvent([StreamChoice([101, 102], logprobs)]))
     with pytest.raises(AnswerBroken, match="after 2 tokens"):

@@ -13,6 +13,7 @@ from typing import Any
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from rose.contract.replica import Sampling
 from rose.replica.token_versions import KvStaleness, split_spans
 from rose.replica.vllm import CountedStamps, VllmRequest, stamps_of
 
@@ -118,7 +119,7 @@ def output(tokens: list[int], logprobs: list[float], finish_reason: str | None =
 def request_with(*outputs: Any) -> VllmRequest:
     waiting = iter(outputs)
     collector = SimpleNamespace(request_id="r", get_nowait=lambda: next(waiting))
-    return VllmRequest(collector, [("default", 0)], KvStaleness(), 0)
+    return VllmRequest(collector, [("default", 0)], KvStaleness(), 0, Sampling())
 
 
 async def test_an_end_without_a_token_repeats_no_logprobs() -> None:

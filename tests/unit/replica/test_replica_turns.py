@@ -5,7 +5,9 @@ import pytest
 pytest.importorskip("vllm")
 
 import asyncio
+import base64
 import json
+import struct
 from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from rose.contract.replica import MAX_BODY_BYTES, StreamLine
+from rose.contract.replica import MAX_BODY_BYTES, Sampling, StreamLine
 from rose.replica import engine as engine_module
 from rose.replica.admission import Admission
 from rose.replica.asgi import AccessFilter
@@ -530,7 +532,9 @@ async def test_a_prompts_logprobs_come_before_its_first_token_in_short_lines(
         {2: SimpleNamespace(logprob=-0.5, rank=1), 8: SimpleNamespace(logprob=-2.0, rank=2)},
         {3: SimpleNamespace(logprob=-0.25, rank=1)},
     ]
-    request = VllmRequest(SimpleNamespace(request_id="r"), None, KvStaleness(), 4, True)
+    request = VllmRequest(
+        SimpleNamespace(request_id="r"), None, KvStaleness(), 4, Sampling(prompt_logprobs=1)
+    )
     first = StreamLine([9], [-1.0], 4)
     *lines, last = request._delta([first], None, lambda: _places(found)).chunks
     assert [line.prompt_logprobs for line in lines] == [
@@ -539,6 +543,43 @@ async def test_a_prompts_logprobs_come_before_its_first_token_in_short_lines(
     ]
     assert {line.version for line in lines} == {4}
     assert last == first
+
+
+@pytest.mark.parametrize("stream_interval", [1, 3])
+@pytest.mark.parametrize("unread", [False, True])
+async def test_the_most_likely_tokens_come_with_each_token(
+    monkeypatch: pytest.MonkeyPatch, stream_interval: int, unread: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "LINE_COLUMN_BYTES", 70)
+    served = ServedTurns(stream_interval)
+    plain = await served.begin(request_id="plain")
+    begun = await served.begin(sampling={"max_tokens": 9, "logprobs": 4})
+    states = served.engine.output_processor.request_states
+    (asking,) = [state for state in states.values() if state.logprobs_processor.num_logprobs]
+    for last in range(7):
+        served.engine.step(FinishReason.STOP if last == 6 else None)
+        if not unread:
+            await settle()
+            assert len(asking.logprobs_processor.logprobs) < stream_interval
+    await begun.done()
+    await plain.done()
+    assert tokens(begun.lines) == tokens(plain.lines) == [*range(7)]
+    assert not any("top_logprobs" in line for line in plain.lines)
+    row = struct.pack("<4i4f", 99, 100, 101, 102, -9, -10, -11, -12)
+    for line in begun.lines:
+        top = base64.b64decode(line.get("top_logprobs", ""))
+        assert top == row * len(line.get("token_ids", ()))
+        assert len(top) <= 70
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+async def test_logprobs_of_more_tokens_than_there_are_do_not_reach_the_engine(name: str) -> None:
+    served = ServedTurns()
+    begun = await served.begin(sampling={name: 97})
+    await begun.done()
+    assert begun.status == HTTPStatus.BAD_REQUEST
+    assert f"{name}: 97 is above the vocabulary's 96 tokens" in begun.json["error"]["message"]
+    assert not served.engine.prompts
 
 
 async def test_logprobs_of_a_prompt_that_two_versions_may_share_are_asked_for_again() -> None:

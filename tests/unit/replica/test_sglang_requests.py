@@ -1,6 +1,7 @@
 """A turn inside SGLang: what it asks for, and what is made of what comes back."""
 
 import asyncio
+import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,7 +48,22 @@ def manager() -> StandInManager:
 
 
 def made(manager: StandInManager, began: int = 0, wants_prompt: bool = False) -> SglangRequest:
-    return SglangRequest(manager, "r", KvStaleness(), began, wants_prompt)
+    return asking(manager, Sampling(prompt_logprobs=1 if wants_prompt else None), began)
+
+
+def asking(manager: StandInManager, sampling: Sampling, began: int = 0) -> SglangRequest:
+    return SglangRequest(manager, "r", KvStaleness(), began, sampling)
+
+
+async def test_the_most_likely_tokens_come_with_each_token(manager: StandInManager) -> None:
+    request = asking(manager, Sampling(logprobs=2, prompt_logprobs=3))
+    places = [[(-0.5, 7, None), (-1.5, 8, None), (-2.5, 9, None)]] * 2
+    manager.say([5, 6], 2, output_top_logprobs=places, input_token_logprobs=[(None, 1, None)])
+    _, line = (await request.next()).chunks
+    assert line.top_logprobs == struct.pack("<2i2f", 7, 8, -0.5, -1.5) * 2
+    manager.say([7], 3)
+    with pytest.raises(SglangError, match="without 2 logprobs"):
+        await request.next()
 
 
 async def test_what_came_since_the_last_look_is_merged(manager: StandInManager) -> None:
@@ -67,7 +83,7 @@ async def test_tokens_are_cut_where_the_version_changes(
 ) -> None:
     ages = KvStaleness()
     ages.activated(3, kept_kv=kept_kv)
-    request = SglangRequest(manager, "r", ages, 0)
+    request = SglangRequest(manager, "r", ages, 0, Sampling())
     manager.say([1, 2, 3, 4], 4, [0, 0, 3, 3])
     delta = await request.next()
     assert delta.chunks == [

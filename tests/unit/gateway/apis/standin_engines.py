@@ -28,6 +28,7 @@ class StockEngine:
         self.healthy = True
         self.requests: list[dict[str, Any]] = []
         self.live = 0
+        self.most = 0
         self.url = ""
 
     async def __aenter__(self) -> Self:
@@ -54,6 +55,7 @@ class StockEngine:
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         asked = await http.json()
         self.requests.append(asked)
+        self.most = asked.get("logprobs") or asked.get("top_logprobs_num") or 0
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
         self.live += 1
@@ -80,6 +82,10 @@ class StockEngine:
             self.live -= 1
         return response
 
+    def _likely(self, token: int, least: int = 0) -> range:
+        """Return the most likely tokens at one token."""
+        return range(token, token + max(least, self.most))
+
     def _end(self, made: int, budget: int) -> str | None:
         if made == self.stop_after:
             return "stop"
@@ -99,16 +105,21 @@ class StandInVllm(StockEngine):
     pages: ClassVar = {"/version": {"version": "0.32.0"}}
 
     def _wanted(self, asked: dict[str, Any]) -> tuple[list[int], int]:
-        assert (asked["stream"], asked["return_token_ids"], asked["logprobs"]) == (True, True, 0)
+        assert (asked["stream"], asked["return_token_ids"]) == (True, True)
         assert "priority" not in asked, "a stock vLLM refuses priorities"
         return asked["prompt"], asked["max_tokens"]
 
     def _event(self, tokens: list[int], end: str | None) -> dict[str, Any]:
         token = tokens[-1]
+        likely = {f"token_id:{each}": -each / 1000 for each in self._likely(token, 1)}
         choice = {
             "index": 0,
             "text": "",
-            "logprobs": {"token_logprobs": [-token / 1000], "tokens": [f"token_id:{token}"]},
+            "logprobs": {
+                "token_logprobs": [-token / 1000],
+                "tokens": [f"token_id:{token}"],
+                "top_logprobs": [likely],
+            },
             "finish_reason": end,
             "token_ids": [token],
         }
@@ -138,4 +149,8 @@ class StandInSglang(StockEngine):
             "output_token_logprobs": [[-token / 1000, token, None] for token in shown],
             "completion_tokens": len(tokens),
         }
+        if self.most:
+            meta["output_top_logprobs"] = [
+                [[-each / 1000, each, None] for each in self._likely(token)] for token in shown
+            ]
         return {"text": "", "output_ids": shown, "meta_info": meta}

@@ -87,12 +87,12 @@ WRONG: list[tuple[str, Any, str]] = [
     (VLLM, body_of(VLLM, 3, n=0), "n: at least 1"),
     (VLLM, body_of(VLLM, 3, n=9), "9 completions in one request, this gateway takes 8"),
     (VLLM, body_of(VLLM, 3, repetition_penalty=0), "repetition_penalty"),
-    (VLLM, body_of(VLLM, 3, logprobs=5), "logprobs"),
+    (VLLM, body_of(VLLM, 3, logprobs=1_025), "logprobs"),
     (VLLM, body_of(VLLM, 3, temperature=-1), "temperature"),
     (VLLM, body_of(VLLM, 3, min_p=1.5), "min_p"),
     (VLLM, body_of(VLLM, 3, frequency_penalty=3), "frequency_penalty"),
     (VLLM, body_of(VLLM, 3, prompt_logprobs=-1), "prompt_logprobs"),
-    (VLLM, body_of(VLLM, 3, prompt_logprobs=21), "prompt_logprobs"),
+    (VLLM, body_of(VLLM, 3, prompt_logprobs=1_025), "prompt_logprobs"),
     (VLLM, body_of(VLLM, 3, logit_bias={"1": 2.0}), "logit_bias"),
     (VLLM, body_of(VLLM, 3, structured_outputs={}), "structured_outputs"),
     (
@@ -140,7 +140,12 @@ WRONG: list[tuple[str, Any, str]] = [
     (SGLANG, body_of(SGLANG, stop="x"), "--tokenizer DIR"),
     (SGLANG, body_of(SGLANG, repetition_penalty=-1), "repetition_penalty"),
     (SGLANG, {**body_of(SGLANG), "image_data": "x"}, "image_data"),
-    (SGLANG, {**body_of(SGLANG), "top_logprobs_num": 3}, "top_logprobs_num"),
+    (SGLANG, {**body_of(SGLANG), "top_logprobs_num": 1_025}, "top_logprobs_num"),
+    (
+        SGLANG,
+        {**body_of(SGLANG), "return_logprob": True, "top_logprobs_num": 2, "stream": True},
+        "top_logprobs_num",
+    ),
     (SGLANG, {**body_of(SGLANG), "logprob_start_len": 0}, "logprob_start_len"),
     (SGLANG, {**body_of(SGLANG), "input_ids": [1, [2]]}, "input_ids"),
     (SGLANG, {**body_of(SGLANG), "rid": ["a", "b"]}, "rid"),
@@ -152,7 +157,7 @@ WRONG: list[tuple[str, Any, str]] = [
 ]
 WRONG_TEXT: list[tuple[str, Any, str]] = [
     (COMPLETIONS, {"prompt": "A", "max_tokens": 200}, "context length"),
-    (COMPLETIONS, {"prompt": "A", "logprobs": 5}, "logprobs"),
+    (COMPLETIONS, {"prompt": "A", "logprobs": -1}, "logprobs"),
     (COMPLETIONS, {"prompt": []}, "prompt"),
     (COMPLETIONS, {"prompt": [1, "a"]}, "prompt"),
     (COMPLETIONS, {"prompt": "A", "logit_bias": {"1": 5}}, "logit_bias"),
