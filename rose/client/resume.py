@@ -45,6 +45,7 @@ class Received:
         self._logprobs: list[float] = []
         self._stamps: list[Stamp] = []
         self._top = bytearray()
+        self._npy: bytes | None = None
         self._old_segments: list[tuple[str, str, int, int]] = []
         self._segments: list[tuple[str, str, int, int]] = []
         self._old_attempts = self._attempts = 0
@@ -82,15 +83,15 @@ class Received:
         """Return the request with which any gateway can continue the turn.
 
         Its prompt ends with the received tokens; before the first token it is the original request.
-        Raises AnswerBroken if received tokens depend on penalties or structured output, which
-        another gateway cannot continue.
+        Raises AnswerBroken if received tokens depend on penalties or structured output, or their
+        experts are with the lost gateway, so that no other can continue.
         """
         asked = self._ask.sampling
-        if self._tokens and asked.counts_output:
+        if self._tokens and (asked.counts_output or self._ask.body.routed_experts):
             raise AnswerBroken(
                 f"its gateway was lost after {len(self._tokens)} tokens of a turn with"
-                " frequency_penalty, presence_penalty or structured output, which cannot go on from"
-                " them: ask for it anew, or without a stream"
+                " frequency_penalty, presence_penalty, routed_experts or structured output, which"
+                " cannot go on from them: ask for it anew, or without a stream"
             )
         self._keep_spans()
         self._base = self._seen = len(self._tokens)
@@ -123,6 +124,7 @@ class Received:
                 raise AnswerBroken(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
             self._take(tokens, [token.logprob for token in logprobs], choice.top_logprobs)
             self.finish_reason = choice.finish_reason or self.finish_reason
+            self._npy = choice.routed_experts or self._npy
         self._stamp(event, start)
         return [self._chunk(stamp, a, b) for stamp, a, b in self._spans(start)]
 
@@ -142,6 +144,7 @@ class Received:
             wire.joined((oldest, a, b) for (_, oldest), a, b in spans if oldest is not None),
             self.trace_id,
             self._top_of(0, len(self._tokens)),
+            self._npy,
         )
 
     def _top_of(self, start: int, end: int) -> TopLogprobs | None:

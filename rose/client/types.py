@@ -3,10 +3,11 @@
 All are plain values, so that clients travel between processes.
 """
 
+import io
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 from urllib.parse import urlsplit
 
 from rose.client.credentials import NOTHING_SHOWN, GatewayCredentials
@@ -14,6 +15,9 @@ from rose.contract.gateway import GatewayGenerateBody, TopLogprobs
 from rose.contract.replica import Sampling
 from rose.errors import ConfigError
 from rose.tracing import TraceContext, current_trace, parsed
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,19 @@ class Turn:
     oldest_versions: tuple[tuple[int, int, int], ...] = ()
     trace_id: str = ""
     top_logprobs: TopLogprobs | None = None
+    npy: bytes | None = field(default=None, repr=False)
+
+    @property
+    def routed_experts(self) -> "NDArray[Any] | None":
+        """Experts that the model's router chose, an array of shape (positions, layers, choices):
+        each position of prompt and output but the last; None if they were not asked for.
+        """
+        if self.npy is None:
+            return None
+        import numpy as np
+
+        found: NDArray[Any] = np.load(io.BytesIO(self.npy), allow_pickle=False)
+        return found
 
     @property
     def oldest_version(self) -> int | None:
@@ -157,6 +174,7 @@ class GroupOptions(TypedDict, total=False):
     them at most. priority: turns of a lower number go first. job: name under which the trainer
     registered, by default the client's `job`. traceparent: W3C header of the trace that the turn
     belongs to, by default that of the caller's OpenTelemetry span; a malformed one counts as none.
+    routed_experts: True if the turn is to have the experts that the model's router chose.
     """
 
     min_version: int | None
@@ -164,6 +182,7 @@ class GroupOptions(TypedDict, total=False):
     priority: int
     job: str
     traceparent: str
+    routed_experts: bool
 
 
 class SessionOptions(GroupOptions, total=False):
@@ -205,6 +224,7 @@ def ask_for(
         group_size=options.get("group_size") or None,
         hedges=options.get("hedges") or None,
         job=options.get("job") or None,
+        routed_experts=options.get("routed_experts", False),
     )
     named = options.get("traceparent", "")
     trace = parsed(named) if named else current_trace()

@@ -47,8 +47,8 @@ EVENT_ID_HEADER: Final = "Last-Event-ID"
 MAX_NAME_CHARS: Final = 512
 MAX_REQUEST_ID_CHARS: Final = 1_024
 MAX_GROUP_SIZE: Final = 4_096
-# An event holds one step's tokens; anything near this is not one.
-MAX_EVENT_BYTES: Final = 1 << 20
+# An event holds one step's tokens, the last one of a turn also the experts of all its positions.
+MAX_EVENT_BYTES: Final = 64 << 20
 # Statuses of a gateway that is busy: the same turn may be tried at another, or later.
 RETRIED: Final = frozenset({429, 502, 503, 504})
 
@@ -59,7 +59,8 @@ class TurnFields(Struct, gc=False, kw_only=True, omit_defaults=True):
     The turns of a group are samples of one prompt; `hedges` is the number of second copies that all
     `group_size` of them may have together. `min_version` and `exact_version` exclude each other.
     `timeout_s` counts from arrival. `resume_from`: number of a broken stream's tokens that the
-    caller has already, which are not sent again.
+    caller has already, which are not sent again. `routed_experts`: the answer has the experts that
+    the model's router chose.
     """
 
     session_id: str | None = None
@@ -72,6 +73,7 @@ class TurnFields(Struct, gc=False, kw_only=True, omit_defaults=True):
     exact_version: int | None = None
     timeout_s: float | None = None
     resume_from: int | None = None
+    routed_experts: bool | None = False
 
 
 class GatewayGenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True):
@@ -153,6 +155,7 @@ class Choice(Struct, gc=False):
     logprobs: Logprobs
     finish_reason: str
     top_logprobs: TopLogprobs | None = None
+    routed_experts: bytes | None = None
 
 
 class TurnAnswer(Struct, gc=False, kw_only=True):
@@ -175,6 +178,7 @@ class StreamChoice(Struct, gc=False):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     top_logprobs: TopLogprobs | None = None
+    routed_experts: bytes | None = None
 
 
 class GatewayFault(Struct, frozen=True):

@@ -72,6 +72,7 @@ class Sampling(Struct, frozen=True, gc=False):
     output's alone. A turn also ends at the model's own end-of-sequence token, unless `ignore_eos`.
     `prompt_logprobs` N requests logprobs of each prompt token and of N alternatives to it,
     `logprobs` N those of the N most likely tokens at each output token.
+    `routed_experts_prompt_start` N requests the experts of each position from N on.
     """
 
     temperature: float = 1.0
@@ -90,19 +91,26 @@ class Sampling(Struct, frozen=True, gc=False):
     prompt_logprobs: Count | None = None
     structured_outputs: StructuredOutputs | None = None
     logprobs: Count = 0
+    routed_experts_prompt_start: Count | None = None
 
-    def rest(self, max_tokens: int) -> Self:
+    def rest(self, max_tokens: int, length: int = 0) -> Self:
         """Return the sampling of a turn that continues with only `max_tokens` left to generate.
 
         `min_tokens` shrinks by the tokens generated before; prompt logprobs are not requested
-        again.
+        again, nor experts of positions that had a forward pass. length: tokens so far, of which
+        the last one had none.
         """
         done = self.max_tokens - max_tokens
         if not done:
             return self
         min_tokens = max(0, self.min_tokens - done)
+        start = self.routed_experts_prompt_start
         return structs.replace(
-            self, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=None
+            self,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            prompt_logprobs=None,
+            routed_experts_prompt_start=None if start is None else length - 1,
         )
 
     @property
@@ -154,6 +162,23 @@ def top_row_bytes(most: int) -> int:
     return 8 * most
 
 
+class RoutedExperts(Struct, frozen=True, gc=False, array_like=True):
+    """Experts that the model's router chose at some positions, in each of its layers.
+
+    data: for each position `layers` times `choices` expert ids of `width` bytes, little-endian.
+    """
+
+    layers: Annotated[int, Meta(gt=0, lt=1 << 16)]
+    choices: Annotated[int, Meta(gt=0, lt=1 << 16)]
+    width: Annotated[int, Meta(ge=1, le=2)]
+    data: bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position."""
+        return self.layers * self.choices * self.width
+
+
 class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     """One line of the answer to `generate`: tokens of one policy version, or the end, or both.
 
@@ -161,7 +186,9 @@ class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     `version` (`OnUpdate.KEEP`). `finish_reason`: set in the last line. `prompt_logprobs` come in
     lines of their own, before the first token, and are of the same version. `top_logprobs`: for
     each token the `Sampling.logprobs` most likely ones, most likely first, as little-endian arrays:
-    their ids (int32), then their logprobs (float32).
+    their ids (int32), then their logprobs (float32). `routed_experts`: of the position before each
+    token; those of earlier positions come in lines of their own, before the first token, and are of
+    the same version.
     """
 
     token_ids: list[SampledId] = []
@@ -172,6 +199,7 @@ class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     message: str | None = None
     prompt_logprobs: PromptLogprobs | None = None
     top_logprobs: bytes | None = None
+    routed_experts: RoutedExperts | None = None
 
 
 BatchPlace = Annotated[int, Meta(ge=0, lt=MAX_BATCH_TURNS)]

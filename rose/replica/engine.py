@@ -14,11 +14,13 @@ from struct import Struct
 from typing import Any, Final, Protocol
 
 import msgspec
+from msgspec import structs
 
 from rose.contract.replica import (
     PROMPT_PLACES,
     GenerateBody,
     PromptLogprobs,
+    RoutedExperts,
     Sampling,
     StreamLine,
 )
@@ -90,12 +92,14 @@ class StampedRequest(ABC):
         logprobs: list[float],
         spans: Sequence[Span],
         tops: list[bytes] | None = None,
+        routes: RoutedExperts | None = None,
     ) -> list[StreamLine]:
         """Return one line of tokens and logprobs for each (version, begin, end) span, or several
-        lines where their `tops` (most likely tokens at each token) would make it too long.
+        lines where the most likely tokens at each token (`tops`) or the experts of the positions
+        before them (`routes`) would make it too long.
         """
-        if tops is not None:
-            return self._cut_long(tokens, logprobs, spans, tops)
+        if tops is not None or routes is not None:
+            return self._cut_long(tokens, logprobs, spans, tops, routes)
         if len(spans) == 1:
             version = spans[0][0]
             return [StreamLine(tokens, logprobs, version, self._older(version))]
@@ -105,19 +109,31 @@ class StampedRequest(ABC):
         ]
 
     def _cut_long(
-        self, tokens: list[int], logprobs: list[float], spans: Sequence[Span], tops: list[bytes]
+        self,
+        tokens: list[int],
+        logprobs: list[float],
+        spans: Sequence[Span],
+        tops: list[bytes] | None,
+        routes: RoutedExperts | None,
     ) -> list[StreamLine]:
-        most = max(1, LINE_COLUMN_BYTES // len(tops[0]))
+        token_bytes = len(tops[0]) if tops else 0
+        token_bytes += routes.row_bytes if routes else 0
+        step = max(1, LINE_COLUMN_BYTES // token_bytes)
+        cuts = [
+            (version, a, min(a + step, end))
+            for version, start, end in spans
+            for a in range(start, end, step)
+        ]
         return [
             StreamLine(
-                tokens[a : min(a + most, end)],
-                logprobs[a : min(a + most, end)],
+                tokens[a:b],
+                logprobs[a:b],
                 version,
                 self._older(version),
-                top_logprobs=b"".join(tops[a : min(a + most, end)]),
+                top_logprobs=None if tops is None else b"".join(tops[a:b]),
+                routed_experts=None if routes is None else rows_between(routes, a, b),
             )
-            for version, start, end in spans
-            for a in range(start, end, most)
+            for version, a, b in cuts
         ]
 
     def _delta(
@@ -125,9 +141,11 @@ class StampedRequest(ABC):
         chunks: list[StreamLine],
         finish_reason: str | None,
         places: Callable[[], PromptLogprobs],
+        routes: RoutedExperts | None = None,
     ) -> OutputDelta:
-        """Return new output as an OutputDelta, with the prompt's logprobs before the first tokens
-        if they were asked for; "abort" if the version changed since the turn began.
+        """Return new output as an OutputDelta, with the prompt's logprobs and experts (`routes`)
+        before the first tokens if they were asked for; "abort" if the version changed since the
+        turn began.
         """
         if not (self._wants_prompt and chunks):
             return OutputDelta(chunks, finish_reason)
@@ -144,6 +162,12 @@ class StampedRequest(ABC):
             StreamLine(version=version, prompt_logprobs=found[start : start + step])
             for start in range(0, len(found), step)
         ]
+        if routes is not None and routes.data:
+            step = max(1, LINE_COLUMN_BYTES // routes.row_bytes)
+            prompt += [
+                StreamLine(version=version, routed_experts=rows_between(routes, a, a + step))
+                for a in range(0, len(routes.data) // routes.row_bytes, step)
+            ]
         return OutputDelta([*prompt, *chunks], finish_reason)
 
     def _older(self, version: int) -> int | None:
@@ -171,6 +195,12 @@ def check_most(sampling: Sampling, vocabulary: int) -> None:
 def top_rows(most: int) -> Struct:
     """Return the packing of `most` ids and logprobs, as `StreamLine.top_logprobs` has them."""
     return Struct(f"<{most}i{most}f")
+
+
+def rows_between(routes: RoutedExperts, start: int, end: int) -> RoutedExperts:
+    """Return the experts of the positions [start, end) of these."""
+    size = routes.row_bytes
+    return structs.replace(routes, data=routes.data[start * size : end * size])
 
 
 def model_ends(

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
+from msgspec import structs
 from vllm import SamplingParams, exceptions
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -38,6 +39,7 @@ from vllm.v1.engine.output_processor import RequestState
 from rose.contract.replica import (
     GenerateBody,
     PromptLogprobs,
+    RoutedExperts,
     Sampling,
     StreamLine,
     StructuredOutputs,
@@ -59,6 +61,10 @@ from weight_transfer.vllm.worker import SURFACES as WEIGHT_SURFACES
 
 _ENGINE_SAYS: Final = hasattr(RequestState, "track_weight_version")
 _UNAVAILABLE: Final = 503
+NO_ROUTES: Final = (
+    "routed_experts: the engine gives none; start it with --enable-return-routed-experts, which"
+    " needs a mixture of experts, a prefix cache and vLLM's model runner V2"
+)
 _of_engines: "Final[WeakKeyDictionary[Any, Stamps]]" = WeakKeyDictionary()
 _ENDS: "Final[WeakKeyDictionary[Any, tuple[int, ...]]]" = WeakKeyDictionary()
 
@@ -175,7 +181,17 @@ def stamps_of(engine: Any) -> Stamps:  # noqa: ANN401 -- vLLM's AsyncLLM
 class VllmRequest(StampedRequest):
     """Request of one turn in vLLM's AsyncLLM."""
 
-    __slots__ = ("_collector", "_most", "_starts", "_state")
+    __slots__ = (
+        "_collector",
+        "_lead",
+        "_most",
+        "_prompt_routes",
+        "_rows",
+        "_shape",
+        "_starts",
+        "_state",
+        "_wants_routes",
+    )
 
     def __init__(
         self,
@@ -185,14 +201,24 @@ class VllmRequest(StampedRequest):
         began: int,
         sampling: Sampling,
         state: Any = None,  # noqa: ANN401 - vLLM's RequestState
+        prompt_tokens: int = 0,
     ) -> None:
-        """Record the turn; `state` is for logprobs of other tokens, if `sampling` asks for them."""
-        wants_prompt = sampling.prompt_logprobs is not None
+        """Record the turn; `state` is for logprobs of other tokens and for experts, if `sampling`
+        asks for them.
+        """
+        start = sampling.routed_experts_prompt_start
+        # The last token of a prompt is the position before the first token of the output.
+        self._lead = 0 if start is None else prompt_tokens - 1 - start
+        wants_prompt = sampling.prompt_logprobs is not None or self._lead > 0
         super().__init__(collector.request_id, ages, began, wants_prompt)
         self._collector = collector
         self._starts = starts
         self._most = sampling.logprobs
         self._state = state
+        self._wants_routes = start is not None
+        self._rows = bytearray()
+        self._shape: RoutedExperts | None = None
+        self._prompt_routes: RoutedExperts | None = None
 
     @classmethod
     async def start(
@@ -206,13 +232,17 @@ class VllmRequest(StampedRequest):
         RequestRefusedError.
         """
         _check_ids(engine, body)
+        start = body.sampling.routed_experts_prompt_start
+        gives_routes = _gives_routes(engine)
+        if start is not None and not (gives_routes and start < len(body.token_ids)):
+            raise RequestRefusedError(BAD_REQUEST, NO_ROUTES)
         ends = () if body.sampling.ignore_eos else ends_of(engine)
         began, salt = ages.current, ages.salted(body.cache_salt)
         try:
             collector = await engine.add_request(
                 body.request_id,
                 tokens_input(body.token_ids, cache_salt=salt),
-                _parameters(body.sampling, ends),
+                _parameters(body.sampling, ends, len(body.token_ids) if gives_routes else None),
                 priority=body.priority,
                 **_traced(engine, trace),
             )
@@ -222,14 +252,17 @@ class VllmRequest(StampedRequest):
             raise RequestRefusedError(BAD_REQUEST, str(error)) from error
         except ENGINE_FAILURES as error:
             raise RequestRefusedError(_UNAVAILABLE, str(error)) from error
-        states = engine.output_processor.request_states if body.sampling.logprobs else {}
+        sampling = body.sampling
+        needs_state = sampling.logprobs or sampling.routed_experts_prompt_start is not None
+        states = engine.output_processor.request_states if needs_state else {}
         return cls(
             collector,
             stamps_of(engine).starts(collector),
             ages,
             began,
-            body.sampling,
+            sampling,
             states.get(collector.request_id),
+            len(body.token_ids),
         )
 
     async def next(self) -> OutputDelta:
@@ -237,7 +270,10 @@ class VllmRequest(StampedRequest):
         completion = output.outputs[0]
         chunks = self._chunks(completion) if completion.token_ids else []
         return self._delta(
-            chunks, completion.finish_reason, lambda: _places(output.prompt_logprobs or ())
+            chunks,
+            completion.finish_reason,
+            lambda: _places(output.prompt_logprobs or ()),
+            self._prompt_routes,
         )
 
     def interrupt(self, error: Exception) -> None:
@@ -258,7 +294,30 @@ class VllmRequest(StampedRequest):
         if starts is None:
             starts = [(span.version, span.start) for span in completion.weight_versions or ()]
         tops = self._tops(completion.logprobs, len(tokens)) if self._most else None
-        return self._cut(tokens, logprobs, split_spans(starts, first, len(tokens)), tops)
+        routes = self._new_routes(len(tokens)) if self._wants_routes else None
+        return self._cut(tokens, logprobs, split_spans(starts, first, len(tokens)), tops, routes)
+
+    def _new_routes(self, count: int) -> RoutedExperts:
+        """Return the experts of the positions before `count` new tokens, and keep those of the
+        prompt apart. vLLM collects all until the request ends, and shows them then.
+        """
+        chunks, shape = self._state.routed_experts_chunks, self._shape
+        for chunk in chunks:
+            (_, layers, choices), width = chunk.shape, chunk.itemsize
+            shape = self._shape = RoutedExperts(layers, choices, width, b"")
+            self._rows += chunk.tobytes()
+        chunks.clear()
+        # With a stream interval there may be some of tokens that are held back.
+        size, lead = 0 if shape is None else shape.row_bytes, self._lead
+        end = (lead + count) * size
+        if shape is None or len(self._rows) < end:
+            raise EngineGenerateError(f"{count} tokens came without experts")
+        if lead:
+            self._lead = 0
+            self._prompt_routes = structs.replace(shape, data=bytes(self._rows[: lead * size]))
+        found = structs.replace(shape, data=bytes(self._rows[lead * size : end]))
+        del self._rows[:end]
+        return found
 
     def _tops(self, flat: Any, count: int) -> list[bytes]:  # noqa: ANN401 - vLLM's FlatLogprobs
         """Return the most likely tokens at each of `count` new tokens, and drop them in vLLM, which
@@ -437,8 +496,22 @@ def _structured(asked: StructuredOutputs) -> StructuredOutputsParams:
         raise RequestRefusedError(BAD_REQUEST, f"structured_outputs: {error}") from error
 
 
-def _parameters(sampling: Sampling, ends: Sequence[int] = ()) -> SamplingParams:
+def _gives_routes(engine: Any) -> bool:  # noqa: ANN401 - AsyncLLM
+    """Return True if the engine was started with `--enable-return-routed-experts`."""
+    config = getattr(engine.vllm_config, "aux_output_config", None)
+    return bool(getattr(config, "enable_return_routed_experts", False))
+
+
+def _parameters(
+    sampling: Sampling, ends: Sequence[int] = (), prompt_tokens: int | None = None
+) -> SamplingParams:
+    """Return vLLM's parameters; `prompt_tokens`: of the turn, in an engine that returns experts."""
     structured = sampling.structured_outputs
+    routes = {}
+    if prompt_tokens is not None:
+        # A turn that does not ask needs none of the prompt's.
+        asked = sampling.routed_experts_prompt_start
+        routes["routed_experts_prompt_start"] = prompt_tokens if asked is None else asked
     stops = _listed(sampling.stop_token_ids)
     parameters = SamplingParams(
         temperature=sampling.temperature,
@@ -460,6 +533,7 @@ def _parameters(sampling: Sampling, ends: Sequence[int] = ()) -> SamplingParams:
         ignore_eos=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        **routes,
     )
     # These parameters are this request's own: no deep copy of them is needed.
     parameters.skip_clone = True

@@ -28,6 +28,7 @@ class FakeAsyncLLM:
         self.vllm_config = SimpleNamespace(
             cache_config=SimpleNamespace(num_gpu_blocks=4, block_size=32),
             scheduler_config=SimpleNamespace(max_num_seqs=6, max_num_batched_tokens=64),
+            aux_output_config=SimpleNamespace(enable_return_routed_experts=False),
             model_config=SimpleNamespace(
                 model="/nowhere",
                 max_model_len=100,
@@ -40,6 +41,7 @@ class FakeAsyncLLM:
         self.weight_version: str | None = "default"
         self.prompts: list[Mapping[str, Any]] = []
         self.parameters: list[SamplingParams] = []
+        self._routes_from: dict[str, int] = {}
         self.core_aborts: list[str] = []
         self.traces: list[dict[str, str] | None] = []
         self.resets, self.resets_after = 0, 1
@@ -62,8 +64,10 @@ class FakeAsyncLLM:
             raise self.refuse_with
         self.prompts.append(prompt)
         self.parameters.append(params)
+        name = f"{request_id}-internal-{len(self.prompts)}"
+        self._routes_from[name] = params.routed_experts_prompt_start
         request = EngineCoreRequest(
-            request_id=f"{request_id}-internal-{len(self.prompts)}",
+            request_id=name,
             prompt_token_ids=prompt["prompt_token_ids"],
             mm_features=None,
             sampling_params=params,
@@ -101,6 +105,22 @@ class FakeAsyncLLM:
                 np.array([1]),
             )
             outputs.append(
-                EngineCoreOutput(name, [token], new_logprobs=logprobs, finish_reason=finish)
+                EngineCoreOutput(
+                    name,
+                    [token],
+                    new_logprobs=logprobs,
+                    finish_reason=finish,
+                    routed_experts=self._routes(name, state.prompt_len + token, token == 0),
+                )
             )
         self.output_processor.process_outputs(outputs, weight_version=self.weight_version)
+
+    def _routes(self, name: str, length: int, first: bool) -> np.ndarray | None:
+        """Return the experts of the positions that are new before a token: of position p those are
+        [[p, p + 1], [p + 2, p + 3]].
+        """
+        if not self.vllm_config.aux_output_config.enable_return_routed_experts:
+            return None
+        start = min(self._routes_from[name], length) if first else length - 1
+        places = np.arange(start, length, dtype=np.uint8).reshape(-1, 1, 1)
+        return places + np.array([[0, 1], [2, 3]], dtype=np.uint8)

@@ -19,6 +19,16 @@ def top_row(token: int, most: int) -> bytes:
     return struct.pack(f"<{most}i{most}f", *ids, *[-each / 1000 for each in ids])
 
 
+def route_row(token: int) -> bytes:
+    """Return the experts of a token's position: three in each of two layers."""
+    return bytes((7 * token + each) % 256 for each in range(6))
+
+
+def routes(token: int) -> list[Any]:
+    """Return the experts of a token's position as a line has them."""
+    return [2, 3, 1, base64.b64encode(route_row(token)).decode()]
+
+
 class StandInReplica:
     """Counts on from the last prompt token; the faults are switches.
 
@@ -44,7 +54,7 @@ class StandInReplica:
         self.hang_after: int | None = None
         self.draining = False
         self.bad_request = False
-        self.gives_top = True
+        self.gives_top = self.gives_routes = True
         self.stop_after: int | None = None
         self.script: list[int] = []
         self.requests: list[dict[str, Any]] = []
@@ -202,16 +212,35 @@ class StandInReplica:
             self._running[asked["batch"]][place].cancel()
         return web.json_response({})
 
-    async def _stream(self, http: web.Request, write: Write, asked: dict[str, Any]) -> bool:
-        """Return True if the turn ended by itself."""
-        first = asked["token_ids"][-1] + 1
-        budget = asked["sampling"]["max_tokens"]
-        if asked["sampling"].get("prompt_logprobs") is not None:
-            places = [[[token, -token / 1000, 1]] for token in asked["token_ids"]]
+    async def _of_prompt(self, write: Write, asked: dict[str, Any]) -> None:
+        """Write what a turn asks for of its prompt, before its first token."""
+        prompt, sampling = asked["token_ids"], asked["sampling"]
+        if sampling.get("prompt_logprobs") is not None:
+            places = [[[token, -token / 1000, 1]] for token in prompt]
             places[0] = None
             for start in range(0, len(places), 2):
                 part = {"version": self.version, "prompt_logprobs": places[start : start + 2]}
                 await write(part)
+        start = sampling.get("routed_experts_prompt_start")
+        for token in () if start is None else prompt[start:-1]:
+            await write({"routed_experts": routes(token)})
+
+    def _beside(self, sampling: dict[str, Any], token: int, before: int) -> Line:
+        """Return what a turn asks for beside one token; `before`: the token before it."""
+        line: Line = {}
+        most = sampling.get("logprobs", 0)
+        if most and self.gives_top:
+            line["top_logprobs"] = base64.b64encode(top_row(token, most)).decode()
+        if sampling.get("routed_experts_prompt_start") is not None and self.gives_routes:
+            line["routed_experts"] = routes(before)
+        return line
+
+    async def _stream(self, http: web.Request, write: Write, asked: dict[str, Any]) -> bool:
+        """Return True if the turn ended by itself."""
+        first = asked["token_ids"][-1] + 1
+        budget = asked["sampling"]["max_tokens"]
+        await self._of_prompt(write, asked)
+        before = asked["token_ids"][-1]
         for i in range(min(budget, self.stop_after or budget)):
             if i == self.revoke_after:
                 await write({"finish_reason": "revoked"})
@@ -226,9 +255,8 @@ class StandInReplica:
                 await asyncio.sleep(self.delay_s)
             token = self.script[i] if self.script else first + i
             line = {"token_ids": [token], "logprobs": [-token / 1000], "version": self.version}
-            most = asked["sampling"].get("logprobs", 0)
-            if most and self.gives_top:
-                line["top_logprobs"] = base64.b64encode(top_row(token, most)).decode()
+            line |= self._beside(asked["sampling"], token, before)
+            before = token
             if self.update_at is not None and i >= self.update_at:
                 line |= {"version": self.version + 1, "oldest_version": self.version}
             await write(line)

@@ -231,7 +231,7 @@ class ChatAnswer(OpenAIResponse):
             "finish_reason": self._finish_reason(index, stream),
             "stop_reason": stream.stop_reason,
             "token_ids": stream.tokens.tolist() if self._ids else None,
-            "routed_experts": None,
+            "routed_experts": wire.routed_experts(stream),
             "versions": versions_of(stream.versions),
         }
 

@@ -89,6 +89,11 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
         """Raise BadRequest for fields that replicas cannot honour, or above `most` samples."""
         frontend.refuse_unsupported(self, OpenAIUnsupported)
         frontend.check_prompt_logprobs(self.prompt_logprobs, self.stream)
+        if self.routed_experts and self.stream:
+            raise BadRequest(
+                "routed_experts: a stream of this route has none; leave out stream",
+                "routed_experts",
+            )
         frontend.check_samples(self.samples, most, self.temperature)
         frontend.stops_of(self.stop)
         if not self.stream and self.stream_options not in (None, wire.StreamOptions()):
@@ -290,7 +295,7 @@ class CompletionAnswer(OpenAIResponse):
             **fields,
             "prompt_logprobs": wire.prompt_places(stream),
             "prompt_token_ids": prompt,
-            "routed_experts": None,
+            "routed_experts": wire.routed_experts(stream),
             "versions": versions,
         }
 

@@ -139,6 +139,13 @@ def turns_of(
     each turn; and True if the caller chose it. Raises BadRequest for fields that no turn can have.
     """
     count = len(prompts) * samples
+    if asked.routed_experts:
+        start = sampling.routed_experts_prompt_start or 0
+        if start and start >= min(map(len, prompts)):
+            raise BadRequest(
+                "routed_experts_prompt_start: below the prompt's length", "routed_experts"
+            )
+        sampling = structs.replace(sampling, routed_experts_prompt_start=start)
     given, named = name
     several = [f"{given}-{k}" for k in range(count)] if count > 1 else [str(given)]
     origin, timeout_s = origin_of(headers, asked), timeout_of(headers, asked.timeout_s)

@@ -12,7 +12,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import structs
 
-from rose.contract.gateway import versions_of
+from rose.contract.gateway import GENERATE, versions_of
 from rose.contract.replica import Sampling, StructuredOutputs, sampling_of
 from rose.gateway.apis import frontend, wire
 from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest, GenerateFields
@@ -110,6 +110,7 @@ class _SglangBody(_SglangUnsupported, gc=False, kw_only=True):
     return_logprob: bool | None = False
     logprob_start_len: int | None = None
     top_logprobs_num: int | None = 0
+    return_routed_experts: bool | None = False
     rid: str | list[str] | None = None
 
 
@@ -125,6 +126,10 @@ class SglangFrontend(ApiFrontend):
         asked = frontend.read_json(_decoder, body)
         params = asked.sampling_params or _SglangSamplingBody()
         frontend.refuse_unsupported(asked, _SglangUnsupported)
+        if asked.routed_experts or asked.return_routed_experts:
+            raise BadRequest(
+                f"routed_experts: this route gives none; ask on {GENERATE}", "routed_experts"
+            )
         frontend.refuse_unsupported(params, _SglangUnsupportedSampling)
         prompts, batch = await self._prompts(asked)
         if batch and asked.stream:

@@ -60,12 +60,15 @@ class _VllmSamplingBody(_VllmUnsupportedSampling, gc=False):
     stream_interval: msgspec.Raw = NOTHING
     skip_clone: msgspec.Raw = NOTHING
     skip_reading_prefix_cache: msgspec.Raw = NOTHING
-    routed_experts_prompt_start: msgspec.Raw = NOTHING
+    routed_experts_prompt_start: int | None = None
 
-    def sampling(self, max_tokens: int, most: int) -> Sampling:
+    def sampling(self, max_tokens: int, most: int, routes: bool) -> Sampling:
         structured = structured_of(self.structured_outputs, NOTHING)
         own = {"max_tokens": max_tokens, "structured_outputs": structured, "logprobs": most}
-        return sampling_of({**structs.asdict(self), **own})
+        fields = {**structs.asdict(self), **own}
+        if not routes:
+            fields["routed_experts_prompt_start"] = None
+        return sampling_of(fields)
 
 
 class _VllmUnsupported(GenerateFields, gc=False, kw_only=True):
@@ -106,7 +109,8 @@ class VllmFrontend(ApiFrontend):
         frontend.check_samples(samples, self._max_completions, params.temperature)
         self._model.check_length(len(prompt))
         name = frontend.request_id_of(headers, asked.request_id)
-        sampling = params.sampling(self._model.budget(len(prompt), params.max_tokens), most)
+        budget = self._model.budget(len(prompt), params.max_tokens)
+        sampling = params.sampling(budget, most, bool(asked.routed_experts))
         turns = frontend.turns_of(asked, headers, name, [prompt], sampling, samples=samples)
         return frontend.request_of(
             asked, headers, turns, VllmAnswer(name[0], self._model.name, asked, most)
@@ -143,7 +147,7 @@ class _VllmOutput(msgspec.Struct, gc=False, kw_only=True):
     finish_reason: str | None
     stop_reason: int | str | None
     token_ids: list[int]
-    routed_experts: None = None
+    routed_experts: bytes | None = None
     sampling_mask: None = None
     weight_versions: list[_WeightVersion] | None
     logprobs: _VllmTokenLogprobs | None
@@ -272,6 +276,7 @@ class VllmAnswer(wire.ApiResponse):
             finish_reason=stream.finish_reason if over else None,
             stop_reason=stream.stop_reason if over else None,
             token_ids=tokens,
+            routed_experts=wire.routed_experts(stream) if over else None,
             weight_versions=_weight_versions(stream) if over else None,
             logprobs=logprobs,
             top_logprobs=TopLogprobs(self._packed, stream.top_logprobs(start, end, self._packed))

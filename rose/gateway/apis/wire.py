@@ -1,6 +1,7 @@
 """Writing side of an API frontend: events, token counts, logprobs, and errors in vLLM's shape."""
 
 import asyncio
+import io
 import math
 import struct
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ LOWEST_LOGPROB = -9999.0
 # Output tokens of one request that are written in one step of the event loop, some milliseconds;
 # the rest of a turn counts as TURN_TOKENS.
 STEP_TOKENS, TURN_TOKENS = 4_096, 16
+# A turn with more further data than this is encoded by a thread.
+STEP_COLUMN_BYTES = 32 << 10
 
 
 class ShortUsage(msgspec.Struct, gc=False):
@@ -63,7 +66,7 @@ class ApiResponse:
         """
         step_tokens = 0
         for index, stream in enumerate(streams):
-            if len(stream.tokens) * self._most > STEP_TOKENS:
+            if stream.column_bytes > STEP_COLUMN_BYTES:
                 self._choices.append(await asyncio.to_thread(self._encoded, index, stream))
                 continue
             step_tokens += TURN_TOKENS + len(stream.tokens) * (1 + self._most)
@@ -178,6 +181,20 @@ def most_likely(
     """
     for row in struct.iter_unpack(f"<{most}i{most}f", stream.top_logprobs(start, end, most)):
         yield [*zip(row[:most], finite(row[most:]), strict=True)]
+
+
+def routed_experts(stream: TokenStream) -> bytes | None:
+    """Return the turn's experts as a file of numpy (`.npy`), which vLLM's answers have in base64;
+    None if they were not asked for.
+    """
+    found = stream.routed_experts()
+    if found is None:
+        return None
+    import numpy as np
+
+    file = io.BytesIO()
+    np.save(file, found, allow_pickle=False)
+    return file.getvalue()
 
 
 def finite(logprobs: Sequence[float]) -> Sequence[float]:

@@ -164,7 +164,7 @@ class RoseBackend:
             GenerateBody(
                 request.attempt_id(attempt.number),
                 attempt.token_ids,
-                request.sampling.rest(attempt.max_tokens),
+                request.sampling.rest(attempt.max_tokens, len(attempt.token_ids)),
                 request.salt,
                 request.priority,
                 request.job,
@@ -213,7 +213,9 @@ class VllmBackend:
                 "prompt_logprobs: a stock vLLM replica gives none in a stream; use one of ROSE",
                 "prompt_logprobs",
             )
+        _refuse_routes(request.sampling)
         fields = structs.asdict(request.sampling.rest(attempt.max_tokens))
+        del fields["routed_experts_prompt_start"]
         # The names are vLLM's already.
         fields.update(
             prompt=attempt.token_ids,
@@ -359,8 +361,17 @@ class SglangBackend:
         return AnswerReader(Lines(MAX_REPEATED_BYTES).events, _SglangOutput(most).line)
 
 
+def _refuse_routes(asked: Sampling) -> None:
+    if asked.routed_experts_prompt_start is not None:
+        raise BadRequest(
+            "routed_experts: a stock replica gives none in a stream; use one of ROSE",
+            "routed_experts",
+        )
+
+
 def _refuse_for_sglang(asked: Sampling) -> None:
     """Raise BadRequest for fields that SGLang has no equal parameter for."""
+    _refuse_routes(asked)
     if asked.allowed_token_ids is not None:
         raise BadRequest("allowed_token_ids: an SGLang replica cannot restrict the sampling")
     if asked.repetition_penalty != 1.0:

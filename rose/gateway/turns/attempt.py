@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
+from msgspec import structs
 
 from elastic_scheduler import Attempt, Deliver, End, JournalError, Outcome, TurnJournal, TurnNeed
 from elastic_scheduler.turn_journal import NO_COLUMNS
@@ -23,7 +24,7 @@ from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, Ending, LiveAttempt
 from rose.gateway.text_codec import TextTrack
 from rose.gateway.turn_request import TurnRequest
-from rose.gateway.turns.token_stream import TOP_LOGPROBS, TokenStream
+from rose.gateway.turns.token_stream import ROUTED_EXPERTS, TOP_LOGPROBS, TokenStream
 from rose.tracing import NO_SPANS, Attributes, Spans
 
 REST_OF_ANSWER_S = 1.0
@@ -172,6 +173,8 @@ class AttemptStream:
     _status: int = 0
     _fault: bytes = b""
     _prompt_seen: bool = False
+    # Experts of the prompt's positions, until the first token comes.
+    _lead: bytearray = field(default_factory=bytearray)
     _asked: Attempt = field(init=False)
     _reader: AnswerReader = field(init=False)
     # The future never holds an error that was raised here: its frames and this attempt would
@@ -323,6 +326,10 @@ class AttemptStream:
                 return self._finish("stop")
         elif line.prompt_logprobs is not None:
             self._note_prompt(line.prompt_logprobs)
+        elif line.routed_experts is not None:
+            self._lead += line.routed_experts.data
+            if len(self._lead) > self.live.need.prompt_tokens * line.routed_experts.row_bytes:
+                raise BackendError("experts of more positions than the prompt has")
         if line.finish_reason is None:
             return False
         end = ENDS.get(line.finish_reason, End.BROKEN)
@@ -357,13 +364,40 @@ class AttemptStream:
             kept = text.add(tokens, line.finish_reason == "stop")
             if kept < len(tokens):
                 tokens, logprobs = tokens[:kept], logprobs[:kept]
-        columns: Mapping[str, bytes] = NO_COLUMNS
-        if most and line.top_logprobs is not None:
-            columns = {TOP_LOGPROBS: line.top_logprobs[: len(tokens) * top_row_bytes(most)]}
+        columns: dict[str, bytes] | Mapping[str, bytes] = NO_COLUMNS
+        start = self.turn.request.sampling.routed_experts_prompt_start
+        if most or start is not None:
+            columns = {}
+            if line.top_logprobs is not None:
+                columns[TOP_LOGPROBS] = line.top_logprobs[: len(tokens) * top_row_bytes(most)]
+            if start is not None:
+                columns[ROUTED_EXPERTS] = self._routes(line, len(tokens), start)
         journal.append(
             self._asked.number, tokens, logprobs, line.version, line.oldest_version, columns
         )
         self.dispatcher.journaled(self.live, len(tokens))
+
+    def _routes(self, line: StreamLine, kept: int, start: int) -> bytes:
+        """Return the experts of the positions before a line's first `kept` tokens, and before the
+        turn's first token also those of the prompt from `start` on.
+
+        Each position comes once: elsewhere a turn goes on with its last token's. Raises
+        BackendError for any other number of them, BadRequest if there are none.
+        """
+        routes, feed, journal = line.routed_experts, self.turn.feed, self.turn.journal
+        if routes is None:
+            raise BadRequest("routed_experts: it gives none", "routed_experts")
+        shape = structs.replace(routes, data=b"")
+        if feed.routes is None:
+            feed.routes = shape
+        size, lead = routes.row_bytes, self._lead
+        before = 0 if journal.generated else journal.prompt_tokens - 1 - start
+        sizes = (len(lead), len(routes.data))
+        if shape != feed.routes or sizes != (before * size, len(line.token_ids) * size):
+            raise BackendError(f"experts of {sizes} bytes in {shape}, which are not the turn's")
+        found = bytes(lead) + routes.data[: kept * size]
+        lead.clear()
+        return found
 
     def _finish(self, reason: str) -> bool:
         """Deliver the whole turn, free its place on the replica and return True.

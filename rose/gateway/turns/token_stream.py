@@ -12,11 +12,15 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from elastic_scheduler import Segment, TurnJournal, VersionSpan
-from rose.contract.replica import PromptLogprobs, top_row_bytes
+from rose.contract.replica import PromptLogprobs, RoutedExperts, top_row_bytes
 from rose.gateway.errors import TurnError, fresh
 from rose.gateway.text_codec import TextTrack
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # Measured sizes of CPython's objects: of a stream with its parts, of a span or segment, of a prompt
 # position.
@@ -25,6 +29,8 @@ SPAN_BYTES = 160
 PLACE_BYTES = 150
 # Name of the journal's column of the most likely tokens at each token.
 TOP_LOGPROBS = "top_logprobs"
+# Name of the column of the experts of each position but the last.
+ROUTED_EXPERTS = "routed_experts"
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +46,8 @@ class TokenStream:
     took_s: float = 0.0
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    # Shape of `routed_experts`, without data; None before they came, or if nobody asked.
+    routes: RoutedExperts | None = None
     _began_s: float = field(default_factory=time.monotonic)
     _error: TurnError | None = None
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
@@ -101,11 +109,16 @@ class TokenStream:
         journal = self.journal
         held = FEED_BYTES + journal.tokens.itemsize * len(journal.tokens)
         held += journal.logprobs.itemsize * len(journal.logprobs)
-        held += sum(map(len, journal.columns.values()))
+        held += self.column_bytes
         held += SPAN_BYTES * (len(journal.versions) + len(journal.segments))
         for place in self.prompt_logprobs or ():
             held += PLACE_BYTES * (1 + len(place or ()))
         return held if self.text is None else held + self.text.size_bytes
+
+    @property
+    def column_bytes(self) -> int:
+        """Bytes of the data that came with the tokens because the turn asked for it."""
+        return sum(map(len, self.journal.columns.values()))
 
     def tell(self) -> None:
         """Wake the readers that wait for tokens, and those that wait for the end if the turn is
@@ -177,6 +190,18 @@ class TokenStream:
         row = top_row_bytes(most)
         found = self.journal.columns.get(TOP_LOGPROBS, b"")
         return bytes(memoryview(found)[start * row : end * row])
+
+    def routed_experts(self) -> "NDArray[Any] | None":
+        """Return the experts of all positions but the last as an array of shape (positions, layers,
+        choices), None if they were not asked for.
+        """
+        if self.routes is None:
+            return None
+        import numpy as np
+
+        data = bytes(self.journal.columns.get(ROUTED_EXPERTS, b""))
+        found = np.frombuffer(data, f"<u{self.routes.width}")
+        return found.reshape(-1, self.routes.layers, self.routes.choices)
 
     def spans(self, start: int, end: int) -> list[VersionSpan]:
         """Return the version spans of the tokens [start, end), cut to that range; tokens of unknown

@@ -27,6 +27,7 @@ NOT_ASKED: Final = frozenset({"logprobs", "detokenize", "skip_special_tokens"})
 SAMPLED: Final = frozenset(Sampling.__struct_fields__) - {
     "logprobs",
     "prompt_logprobs",
+    "routed_experts_prompt_start",
     "structured_outputs",
 }
 # Number of versions to remember: few turns last for more updates.

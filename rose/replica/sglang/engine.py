@@ -84,6 +84,11 @@ class SglangRequest(StampedRequest):
         """
         if not body.token_ids:
             raise RequestRefusedError(BAD_REQUEST, "a turn has at least one token")
+        if body.sampling.routed_experts_prompt_start is not None:
+            raise RequestRefusedError(
+                BAD_REQUEST,
+                "routed_experts: SGLang gives them when a request ends, and a revoked one has none",
+            )
         check_most(body.sampling, int(manager.model_config.vocab_size))
         began = ages.current
         rid = request_id(body.request_id)

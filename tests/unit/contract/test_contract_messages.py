@@ -18,12 +18,13 @@ from weight_transfer.fetch import publisher_client
 HERE = Path(__file__).parent
 SCHEMA = replica.StructuredOutputs(json='{"type":"object"}', disable_any_whitespace=True)
 SAMPLING = replica.Sampling(
-    0.5, 0.9, 7, 64, 2, (9,), (8, 9), 11, 0.05, 1.1, 0.25, -0.5, True, 1, SCHEMA, 1
+    0.5, 0.9, 7, 64, 2, (9,), (8, 9), 11, 0.05, 1.1, 0.25, -0.5, True, 1, SCHEMA, 1, 0
 )
 SPAN = gateway.Version(3, 0, 2)
 OLD_KV = gateway.Version(4, 2, 3, 3)
 SEGMENT = Segment("n1/g0", "guest", 0, 3)
 LOGPROBS = gateway.Logprobs([gateway.TokenLogprob(-0.5), gateway.TokenLogprob(-1.25)])
+ROUTES = replica.RoutedExperts(2, 1, 1, b"\x05\x06")
 TOP = gateway.TopLogprobs(1, b"\x01" * 16)
 FAULT = gateway.GatewayFault("no replica was free", "ServiceUnavailableError", None, 503)
 CHOOSING = gateway.Choosing(1.5, "turn", None, "all are full", 9, True, (("n1/g0", 0.5),))
@@ -44,7 +45,9 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         "a message",
         [None, [(7, -0.5, 1), (9, -2.0, None)]],
         b"\x01" * 16,
+        ROUTES,
     ),
+    ROUTES,
     replica.BatchBody("b1", [replica.GenerateBody("turn.1f.1", [1, 100])]),
     replica.BatchLine(3, replica.StreamLine(message="no turns of k here"), 503),
     replica.LeaveBody("b1", [0, 3]),
@@ -96,6 +99,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         exact_version=2,
         timeout_s=1.5,
         resume_from=3,
+        routed_experts=True,
         **ORIGIN,
     ),
     TOP,
@@ -109,15 +113,15 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     SPAN,
     LOGPROBS.content[0],
     LOGPROBS,
-    gateway.Choice((101, 102), LOGPROBS, "length", TOP),
+    gateway.Choice((101, 102), LOGPROBS, "length", TOP, b"npy"),
     gateway.TurnAnswer(
         request_id="turn",
-        choices=[gateway.Choice((101, 102), LOGPROBS, "length", TOP)],
+        choices=[gateway.Choice((101, 102), LOGPROBS, "length", TOP, b"npy")],
         versions=[SPAN],
         segments=(SEGMENT,),
         attempts=2,
     ),
-    gateway.StreamChoice([101, 102], LOGPROBS, "length", TOP),
+    gateway.StreamChoice([101, 102], LOGPROBS, "length", TOP, b"npy"),
     FAULT,
     gateway.GatewayRefusal(FAULT),
     gateway.StreamEvent(

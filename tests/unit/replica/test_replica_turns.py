@@ -572,6 +572,61 @@ async def test_the_most_likely_tokens_come_with_each_token(
         assert len(top) <= 70
 
 
+def routes_of(lines: list[dict[str, Any]]) -> bytes:
+    return b"".join(
+        base64.b64decode(line["routed_experts"][3]) for line in lines if "routed_experts" in line
+    )
+
+
+@pytest.mark.parametrize("start", [0, 1, 2])
+@pytest.mark.parametrize("stream_interval", [1, 3])
+@pytest.mark.parametrize("unread", [False, True])
+async def test_experts_of_each_position_come_once(
+    monkeypatch: pytest.MonkeyPatch, start: int, stream_interval: int, unread: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "LINE_COLUMN_BYTES", 9)
+    served = ServedTurns(stream_interval)
+    served.engine.vllm_config.aux_output_config.enable_return_routed_experts = True
+    plain = await served.begin(request_id="plain")
+    begun = await served.begin(sampling={"max_tokens": 9, "routed_experts_prompt_start": start})
+    for _ in range(5):
+        served.engine.step()
+        if not unread:
+            await settle()
+    await served.turns.revoke_all()
+    await begun.done()
+    await plain.done()
+    assert tokens(begun.lines) == [*range(5)]
+    # The prompt has three tokens; the last one's position is the last without experts.
+    expected = b"".join(bytes([p, p + 1, p + 2, p + 3]) for p in range(start, 3 + 5 - 1))
+    assert routes_of(begun.lines) == expected
+    assert not any("routed_experts" in line for line in plain.lines)
+    for line in begun.lines:
+        if line.get("token_ids"):
+            assert len(base64.b64decode(line["routed_experts"][3])) == 4 * len(line["token_ids"])
+    assert [each.routed_experts_prompt_start for each in served.engine.parameters] == [3, start]
+
+
+async def test_experts_of_a_prompt_that_two_versions_may_share_are_asked_for_again() -> None:
+    served = ServedTurns()
+    served.engine.vllm_config.aux_output_config.enable_return_routed_experts = True
+    begun = await served.begin(sampling={"max_tokens": 9, "routed_experts_prompt_start": 0})
+    served.engine.weight_version = "4"
+    served.turns.ages.activated(4, kept_kv=True)
+    served.engine.step(FinishReason.STOP)
+    await begun.done()
+    assert begun.lines == [{"finish_reason": "abort"}]
+
+
+async def test_an_engine_without_experts_refuses_a_turn_that_asks_for_them() -> None:
+    served = ServedTurns()
+    begun = await served.begin(sampling={"routed_experts_prompt_start": 0})
+    await begun.done()
+    assert begun.status == HTTPStatus.BAD_REQUEST
+    assert begun.json["error"]["message"].startswith("routed_experts: the engine gives none")
+    assert not served.engine.prompts
+
+
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
 async def test_logprobs_of_more_tokens_than_there_are_do_not_reach_the_engine(name: str) -> None:
     served = ServedTurns()
