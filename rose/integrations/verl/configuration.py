@@ -18,7 +18,6 @@ _UNFIT: Final = {
     "quantization": "replicas serve the checkpoint's own dtypes; leave it out",
     "full_determinism": "replicas batch what comes; leave it out",
     "ignore_eos": "say it in the sampling parameters of the agent loop; leave it out here",
-    "enable_rollout_routing_replay": "ROSE's answers do not say which experts were used",
 }
 _YES = ("1", "true", "yes")
 
@@ -49,6 +48,11 @@ def ends_turns(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get(ENDS_TURNS, "").lower() in _YES
 
 
+def replays_routes(rollout: "RolloutConfig") -> bool:
+    """Return True if verl's trainer replays the experts that the rollout chose."""
+    return bool(getattr(rollout, "enable_rollout_routing_replay", False))
+
+
 def lengths_of(rollout: "RolloutConfig") -> Lengths:
     """Return verl's limits of prompt, response and model context, in tokens, from its rollout
     configuration.
@@ -73,5 +77,10 @@ def refuse_unfit(rollout: "RolloutConfig", model: "HFModelConfig") -> None:
     for name, why in _UNFIT.items():
         if value := getattr(rollout, name, None):
             raise RefusedError(f"actor_rollout_ref.rollout.{name}={value}: {why}")
+    if replays_routes(rollout) and ends_turns():
+        raise RefusedError(
+            f"rollout.enable_rollout_routing_replay: a turn that {ENDS_TURNS} ends"
+            " has no experts; leave one of them out"
+        )
     if getattr(getattr(rollout, "disaggregation", None), "enabled", False):
         raise RefusedError("actor_rollout_ref.rollout.disaggregation: ROSE places turns by itself")

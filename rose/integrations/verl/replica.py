@@ -14,6 +14,7 @@ from rose.integrations.verl.configuration import (
     ends_turns,
     lengths_of,
     refuse_unfit,
+    replays_routes,
     settings_of,
 )
 from rose.integrations.verl.rollout_turns import RolloutTurns
@@ -28,9 +29,16 @@ class RoseServer:
     """
 
     def __init__(
-        self, settings: TrainerSettings, lengths: Lengths, lag: int, ends_turns: bool
+        self,
+        settings: TrainerSettings,
+        lengths: Lengths,
+        lag: int,
+        ends_turns: bool,
+        replays_routes: bool,
     ) -> None:
-        self._turns = RolloutTurns(settings, lengths, lag, ends_turns=ends_turns)
+        self._turns = RolloutTurns(
+            settings, lengths, lag, ends_turns=ends_turns, replays_routes=replays_routes
+        )
 
     async def generate(self, **asked: object) -> TokenOutput:
         """Generate one turn and return verl's TokenOutput; see `RolloutTurns.generate`."""
@@ -97,7 +105,9 @@ class RoseReplica(RolloutReplica):  # type: ignore[misc]  # verl's types are not
         actor = ray.remote(RoseServer).options(
             name=name, num_cpus=0, max_concurrency=self.max_concurrency
         )
-        server = actor.remote(settings, lengths_of(self.config), lag, ends_turns())
+        server = actor.remote(
+            settings, lengths_of(self.config), lag, ends_turns(), replays_routes(self.config)
+        )
         self.servers = [server]
         self._server_handle = server
         # verl identifies its servers by address.

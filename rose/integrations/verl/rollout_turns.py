@@ -38,6 +38,7 @@ class _Names(TypedDict):
     session_id: str
     min_version: int | None
     priority: int
+    routed_experts: bool
 
 
 @dataclass(slots=True)
@@ -61,11 +62,18 @@ class RolloutTurns:
     """Client of ROSE's gateways that runs the turns of one of verl's servers, in one event loop."""
 
     def __init__(
-        self, settings: TrainerSettings, lengths: Lengths, lag: int, *, ends_turns: bool = False
+        self,
+        settings: TrainerSettings,
+        lengths: Lengths,
+        lag: int,
+        *,
+        ends_turns: bool = False,
+        replays_routes: bool = False,
     ) -> None:
         """Prepare the client without connecting. `lag`: number of versions that a turn may be
-        behind the newest when it starts.
+        behind the newest when it starts. replays_routes: True asks for each position's experts.
         """
+        self._replays_routes = replays_routes
         self._settings, self._lengths, self._ends_turns = settings, lengths, ends_turns
         self._steps = PolicySteps(lag)
         self._sessions = TokenSessions()
@@ -124,6 +132,7 @@ class RolloutTurns:
                 "session_id": session,
                 "min_version": self._steps.least,
                 "priority": priority,
+                "routed_experts": self._replays_routes,
             }
             try:
                 return await self._turn(prompt, sampling, names)

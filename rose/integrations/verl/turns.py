@@ -137,6 +137,7 @@ def output_of(turn: Turn, steps: PolicySteps) -> dict[str, Any]:
     return {
         "token_ids": list(turn.token_ids),
         "log_probs": list(turn.logprobs),
+        "routed_experts": turn.routed_experts,
         "stop_reason": COMPLETED,
         # Each segment but the first was taken up by another replica.
         "num_preempted": max(0, len(turn.segments) - 1),

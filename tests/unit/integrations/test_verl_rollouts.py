@@ -1,10 +1,12 @@
 """Turns of verl's agent loops against a gateway's HTTP surface, without Ray and without verl."""
 
 import asyncio
+import io
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +53,26 @@ async def test_a_turn_comes_back_in_verls_words(turns: Made, gateway: StandInGat
     assert output["extra_fields"]["min_global_steps"] == 12
     asked = gateway.asked[0]
     assert (asked["request_id"], asked["job"], asked["min_version"]) == ("a/0", "job", 4)
+
+
+async def test_experts_are_asked_for_where_verl_replays_them(
+    turns: Made, gateway: StandInGateway
+) -> None:
+    assert (await turns().generate([3, 4], {}, "a"))["routed_experts"] is None
+    await turns(replays_routes=True).generate([3, 4], {}, "b")
+    assert [bool(asked.get("routed_experts")) for asked in gateway.asked] == [False, True]
+    experts, file = np.arange(8, dtype=np.uint8).reshape(2, 2, 2), io.BytesIO()
+    np.save(file, experts)
+    turn = Turn("a", (5,), (-0.5,), (), (), "length", 1, npy=file.getvalue())
+    assert (output_of(turn, PolicySteps(1))["routed_experts"] == experts).all()
+
+
+def test_experts_of_turns_that_verl_ends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout, model = SimpleNamespace(enable_rollout_routing_replay=True), SimpleNamespace()
+    refuse_unfit(rollout, model)
+    monkeypatch.setenv("ROSE_VERL_ABORT", "1")
+    with pytest.raises(RefusedError, match="enable_rollout_routing_replay"):
+        refuse_unfit(rollout, model)
 
 
 async def test_the_turns_of_a_trajectory_share_a_session(
