@@ -23,13 +23,11 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
-from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 from elastic_scheduler.errors import JournalError
 
 T = TypeVar("T")
-NO_COLUMNS: Mapping[str, bytes] = MappingProxyType({})
 
 
 class End(StrEnum):
@@ -256,7 +254,7 @@ class TurnJournal:
         logprobs: Sequence[float],
         version: int,
         oldest_version: int | None = None,
-        columns: Mapping[str, bytes] = NO_COLUMNS,
+        columns: Mapping[str, bytes] | None = None,
     ) -> bool:
         """Add a chunk of tokens of one policy version; return False if the attempt is over.
 
@@ -275,8 +273,9 @@ class TurnJournal:
             return True
         self.tokens.extend(token_ids)
         self.logprobs.extend(logprobs)
-        for name, data in columns.items():
-            self.columns.setdefault(name, bytearray()).extend(data)
+        if columns is not None:
+            for name, data in columns.items():
+                self.columns.setdefault(name, bytearray()).extend(data)
         _stamp(self.versions, version, start, end, oldest_version)
         if self._segment_of != attempt:
             self._segments.append((*self._current, start))

@@ -7,7 +7,7 @@ decoded, cut where text stops, journaled and passed to readers. Only the attempt
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,7 +15,6 @@ import msgspec
 from msgspec import structs
 
 from elastic_scheduler import Attempt, Deliver, End, JournalError, Outcome, TurnJournal, TurnNeed
-from elastic_scheduler.turn_journal import NO_COLUMNS
 from rose.contract.replica import PromptLogprobs, StreamLine, top_row_bytes
 from rose.gateway.backends.batches import BatchCollector, BatchedTurn
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamConnection
@@ -364,7 +363,7 @@ class AttemptStream:
             kept = text.add(tokens, line.finish_reason == "stop")
             if kept < len(tokens):
                 tokens, logprobs = tokens[:kept], logprobs[:kept]
-        columns: dict[str, bytes] | Mapping[str, bytes] = NO_COLUMNS
+        columns: dict[str, bytes] | None = None
         start = self.turn.request.sampling.routed_experts_prompt_start
         if most or start is not None:
             columns = {}

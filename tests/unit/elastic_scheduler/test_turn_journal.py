@@ -267,3 +267,18 @@ def test_a_member_that_is_asked_for_again_begins_anew_and_gets_no_more_copies_th
     assert won is not None
     assert won.cancel == ()
     assert group.complete
+
+
+def test_columns_are_joined_over_attempts_and_go_with_a_copy() -> None:
+    journal = TurnJournal([7], 8, max_attempts=4)
+    first = journal.begin("a", "guest").number
+    journal.append(first, [1], [-1.0], 0, columns={"x": b"ab"})
+    journal.end(first, End.REVOKED)
+    copy, anew = journal.fork(), journal.restarted()
+    second = journal.begin("b", "guest").number
+    assert not journal.append(first, [2], [-1.0], 0, columns={"x": b"late"})
+    journal.append(second, [2], [-1.0], 0, columns={"x": b"cd"})
+    with pytest.raises(JournalError):
+        journal.append(second, [3] * 9, [-1.0] * 9, 0, columns={"x": b"too much"})
+    assert journal.columns == {"x": b"abcd"}
+    assert (copy.columns, anew.columns) == ({"x": b"ab"}, {})
