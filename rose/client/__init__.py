@@ -27,7 +27,7 @@ from rose.client.pipeline import BlockingRolloutPipeline, RolloutPipeline
 from rose.client.session import Group, Member, Session
 from rose.client.stream import Progress, TurnProgress, TurnStream
 from rose.client.types import Retry, TokenChunk, Turn
-from rose.contract.gateway import Versions
+from rose.contract.gateway import SessionTrajectory, Versions
 from rose.contract.replica import Sampling, StructuredOutputs
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "RolloutProgress",
     "Sampling",
     "Session",
+    "SessionTrajectory",
     "StalenessBound",
     "StepPlan",
     "StructuredOutputs",

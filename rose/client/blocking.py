@@ -25,7 +25,7 @@ from rose.client.types import (
     Turn,
     TurnOptions,
 )
-from rose.contract.gateway import Versions
+from rose.contract.gateway import SessionTrajectory, Versions
 from rose.contract.replica import Sampling
 
 T = TypeVar("T")
@@ -200,6 +200,13 @@ class BlockingRolloutClient:
         """
         loop = self._loop()
         return loop.call(self._client.versions(job))
+
+    def trajectories(self, session_id: str, job: str = "") -> tuple[SessionTrajectory, ...]:
+        """Return the chat turns of a session as token sequences.
+
+        See `RolloutClient.trajectories`.
+        """
+        return self._loop().call(self._client.trajectories(session_id, job))
 
     def progress(self) -> Progress:
         """Return the running turns and the counts of ended ones; see `RolloutClient.progress`."""

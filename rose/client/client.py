@@ -25,7 +25,13 @@ from rose.client.types import (
     ask_for,
     gateway_urls,
 )
-from rose.contract.gateway import FINISH_SESSION, SESSION_HEADER, NamesBody, Versions
+from rose.contract.gateway import (
+    FINISH_SESSION,
+    SESSION_HEADER,
+    NamesBody,
+    SessionTrajectory,
+    Versions,
+)
 from rose.contract.replica import Sampling
 
 FINISH_SESSION_S = 5.0
@@ -181,6 +187,15 @@ class RolloutClient:
         GatewayUnavailable, RequestRefused, AnswerBroken.
         """
         return await self._open().versions(job or self._settings.job)
+
+    async def trajectories(self, session_id: str, job: str = "") -> tuple[SessionTrajectory, ...]:
+        """Return the chat turns that the gateways keep of a session, as sequences of tokens with
+        loss masks; empty for an unknown session.
+
+        job: of the session, by default the client's. Call it before the session is finished. Raises
+        GatewayUnavailable, RequestRefused, AnswerBroken.
+        """
+        return await self._open().trajectories(session_id, job or self._settings.job)
 
     def progress(self) -> Progress:
         """Return the running turns and the counts of ended ones since the client was created."""

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from hashlib import blake2b
 from typing import TypeVar
+from urllib.parse import quote
 
 import aiohttp
 from msgspec import structs
@@ -32,10 +33,17 @@ from rose.client.resume import AnotherTurnError, Received
 from rose.client.stream import RunningTurn
 from rose.client.types import ClientSettings, ClientTurn, TokenChunk, Turn
 from rose.client.wire import events
-from rose.contract.gateway import GENERATE, RETRIED, VERSIONS, Versions
+from rose.contract.gateway import (
+    GENERATE,
+    RETRIED,
+    SESSIONS,
+    VERSIONS,
+    SessionTrajectory,
+    Versions,
+)
 
 REST_S = 2.0
-VERSIONS_S = 5.0
+GET_S = 5.0
 
 
 class GatewayRing:
@@ -180,20 +188,48 @@ class Tries:
         error that a refusal means.
         """
         loop, trouble = asyncio.get_running_loop(), ""
-        params, timeout = ({"job": job} if job else {}), aiohttp.ClientTimeout(total=VERSIONS_S)
         for url in self._ring.order("", loop.time()):
             try:
-                async with self._http.get(
-                    f"{url}{VERSIONS}", params=params, timeout=timeout
-                ) as response:
-                    body = await response.read()
-                if response.status not in RETRIED:
-                    return wire.decode_versions(response.status, body)
-                trouble = f"{url}: {wire.message(response.status, body)}"
-            except _DEAD as error:
-                trouble = f"{url}: {type(error).__name__} {error}".strip()
-                self._ring.failed(url, loop.time())
+                status, body = await self._got(url, VERSIONS, job)
+            except _TryAgainError as error:
+                trouble = str(error)
+            else:
+                return wire.decode_versions(status, body)
         raise GatewayUnavailable(f"no gateway says which versions are served; {trouble}")
+
+    async def trajectories(self, session_id: str, job: str) -> tuple[SessionTrajectory, ...]:
+        """Return the trajectories that the gateways keep of a session; a gateway that does not
+        answer has none.
+
+        Raises GatewayUnavailable if no gateway answers, or the error that a refusal means.
+        """
+        found: tuple[SessionTrajectory, ...] = ()
+        trouble: list[str] = []
+        urls = self._settings.urls
+        for url in urls:
+            try:
+                status, body = await self._got(url, SESSIONS + quote(session_id), job)
+                found += wire.decode_trajectories(status, body)
+            except _TryAgainError as error:
+                trouble.append(str(error))
+        if len(trouble) == len(urls):
+            raise GatewayUnavailable(f"no gateway says what it keeps; {trouble[-1]}")
+        return found
+
+    async def _got(self, url: str, path: str, job: str) -> tuple[int, bytes]:
+        """Return status and body of a page of this gateway. Raises _TryAgainError if the gateway is
+        busy or does not answer.
+        """
+        params, timeout = ({"job": job} if job else {}), aiohttp.ClientTimeout(total=GET_S)
+        try:
+            async with self._http.get(url + path, params=params, timeout=timeout) as response:
+                body = await response.read()
+        except _DEAD as error:
+            self._ring.failed(url, asyncio.get_running_loop().time())
+            raise _TryAgainError(f"{url}: {type(error).__name__} {error}".strip()) from error
+        if response.status in RETRIED:
+            raise _TryAgainError(f"{url}: {wire.message(response.status, body)}")
+        return response.status, body
 
     async def streamed(self, row: RunningTurn, sink: ChunkSink) -> Turn:
         """Request the turn as a stream, pass each chunk to `sink`, and return the whole turn.

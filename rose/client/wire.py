@@ -15,6 +15,8 @@ from rose.contract.gateway import (
     MAX_EVENT_BYTES,
     SESSION_HEADER,
     GatewayRefusal,
+    SessionTokens,
+    SessionTrajectory,
     StreamEvent,
     TopLogprobs,
     TurnAnswer,
@@ -28,6 +30,7 @@ encode = msgspec.json.Encoder().encode
 _ANSWER = msgspec.json.Decoder(TurnAnswer)
 _EVENT = msgspec.json.Decoder(StreamEvent)
 _VERSIONS = msgspec.json.Decoder(Versions)
+_SESSION = msgspec.json.Decoder(SessionTokens)
 _REFUSAL = msgspec.json.Decoder(GatewayRefusal)
 
 
@@ -110,6 +113,21 @@ def decode_versions(status: int, body: bytes) -> Versions:
             return Versions()
     except msgspec.MsgspecError as error:
         raise AnswerBroken(f"the gateway's answer says no versions: {error}") from error
+    raise refusal(status, message(status, body))
+
+
+def decode_trajectories(status: int, body: bytes) -> tuple[SessionTrajectory, ...]:
+    """Return the trajectories in an answer, none for a session that the gateway does not keep.
+
+    Raises the error that any other status means, and AnswerBroken for an invalid body.
+    """
+    try:
+        if status == 200:
+            return decoded(_SESSION, body).trajectories
+        if status == 404 and decoded(_REFUSAL, body).error.param is None:
+            return ()
+    except msgspec.MsgspecError as error:
+        raise AnswerBroken(f"the gateway's answer is not a session: {error}") from error
     raise refusal(status, message(status, body))
 
 

@@ -4,6 +4,7 @@ generate   GenerateBody ──► Answer, or with `stream` events: StreamEvent, 
            GatewayRefusal with any other status; in a stream it is the last event
 abort      NamesBody ──► Aborted
 finish     NamesBody ──► SessionFinished
+session    ──► SessionTokens: the kept turns of a session, as tokens
 stats      ──► Stats
 explain    ──► Explanation, of a request or a session
 versions   ──► Versions: the policy version of each replica
@@ -31,6 +32,7 @@ ABORT: Final = "/inference/v1/abort_requests"
 FINISH_SESSION: Final = "/finish_session"
 STATS: Final = "/rose/v1/stats"
 EXPLAIN: Final = "/rose/v1/explain/"
+SESSIONS: Final = "/rose/v1/sessions/"
 VERSIONS: Final = "/rose/v1/versions"
 
 # A header overrides the body's field; a body's `timeout_s` and `resume_from` override the header.
@@ -236,6 +238,51 @@ class SessionFinished(Struct):
 
     session_id: str
     aborted: int
+
+
+class TrajectoryPlace(Struct, frozen=True, omit_defaults=True):
+    """Place of a chat turn in its session: number of the trajectory, and of the turn in it.
+
+    `kept_tokens`: leading tokens of the prompt that were kept from earlier turns. `why`: reason for
+    which the turn began a trajectory beside the earlier ones.
+    """
+
+    index: int
+    turn: int
+    kept_tokens: int
+    why: str = ""
+
+
+class TrajectoryTurn(Struct, frozen=True):
+    """Turn of a trajectory: it sampled the tokens [start, end). `id`: of its answer."""
+
+    id: str
+    start: int
+    end: int
+    finish_reason: str | None
+
+
+class SessionTrajectory(Struct, frozen=True):
+    """Turns of a session that go on from each other, as the tokens that were rendered and sampled.
+
+    `loss_mask` is 1 on sampled tokens. `logprobs`: 0.0 on tokens that were not sampled. `versions`
+    and `turns` are spans of `token_ids`. `shared_tokens`: leading tokens that an earlier trajectory
+    of the session has too.
+    """
+
+    token_ids: tuple[int, ...]
+    loss_mask: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[Version, ...]
+    turns: tuple[TrajectoryTurn, ...]
+    shared_tokens: int
+
+
+class SessionTokens(Struct, frozen=True):
+    """Answer to `session`: its trajectories, in the order in which they began."""
+
+    session_id: str
+    trajectories: tuple[SessionTrajectory, ...]
 
 
 class GatewayCounters(Struct):

@@ -14,6 +14,7 @@ from rose.contract.gateway import (
     EXPLAIN,
     FINISH_SESSION,
     SESSION_HEADER,
+    SESSIONS,
     STATS,
     VERSIONS,
     Aborted,
@@ -31,7 +32,7 @@ from rose.gateway import stats as metrics
 from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
 from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest, job_of, read_json, session_of
-from rose.gateway.apis.wire import clean, error_body, vllm_error
+from rose.gateway.apis.wire import clean, encode, error_body, vllm_error
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.delivery import Delivery
 from rose.gateway.errors import BadRequest, TurnError
@@ -48,6 +49,7 @@ from rose.gateway.http_requests import (
     refusal_headers,
 )
 from rose.gateway.replicas.dispatcher import Dispatcher
+from rose.gateway.sessions import KeptSessions
 from rose.gateway.stats import GatewayHealth, GatewayStatus
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.hedging import Hedging
@@ -92,6 +94,12 @@ class GatewayServer:
         self._calls = pooling.WholeCalls(dispatcher, upstream)
         runner = TurnRunner(dispatcher, upstream, self._hedging, spans)
         self._turns = SharedTurns(dispatcher, runner)
+        self._sessions = KeptSessions(
+            settings.sessions_bytes,
+            settings.session_idle_s,
+            asyncio.get_running_loop().time,
+            lambda caller, job: dispatcher.jobs.owner(own_job(caller, job)),
+        )
         self._limits = LimitLog(on_event, asyncio.get_running_loop().time)
         self._bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, self._limits)
         self.connections = Connections(
@@ -109,7 +117,7 @@ class GatewayServer:
         app = web.Application(client_max_size=0)
         post, get = app.router.add_post, app.router.add_get
         frontends: list[ApiFrontend] = [
-            kind(self._model, self._settings.max_completions)
+            kind(self._model, self._settings.max_completions, self._sessions)
             for kind in (VllmFrontend, SglangFrontend, CompletionFrontend, ChatFrontend)
         ]
         for frontend in frontends:
@@ -127,6 +135,7 @@ class GatewayServer:
         get(STATS, self._show_stats)
         get(EXPLAIN + "{subject:.+}", self._explain)
         get(VERSIONS, self._versions)
+        get(SESSIONS + "{session:.+}", self._session)
         return app
 
     def status(self) -> GatewayStatus:
@@ -153,6 +162,7 @@ class GatewayServer:
             await asyncio.sleep(SWEEP_S)
             self._dispatcher.sweep()
             self._hedging.sweep()
+            self._sessions.trim()
 
     def _handler(
         self, frontend: ApiFrontend
@@ -167,8 +177,8 @@ class GatewayServer:
         return handle
 
     async def _serve(self, frontend: ApiFrontend, http: web.Request) -> web.StreamResponse:
-        ask = await frontend.read(await self._bodies.read(http), http.headers)
         caller = caller_of(http)
+        ask = await frontend.read(await self._bodies.read(http), http.headers, caller)
         for request in ask.turns:
             held_to(caller, request)
         trace = ask.turns[0].origin.trace
@@ -273,7 +283,22 @@ class GatewayServer:
         aborted = self._turns.finish_session(job, scope + session)
         # An aborted turn leaves nothing behind, so everything known is forgotten here.
         self._dispatcher.jobs.of(job).forget(scope + session)
+        self._sessions.forget(caller_of(http), job, session)
         return json_answer(SessionFinished(session, aborted))
+
+    async def _session(self, http: web.Request) -> web.Response:
+        """Answer with the kept turns of a session as tokens; 404 for a session without any."""
+        session = http.match_info["session"]
+        job = self._job(http, http.query.get("job"))
+        kept = self._sessions.trajectories(caller_of(http), job, session)
+        if not kept:
+            raise web.HTTPNotFound(reason=f"no turn of the session {session[:200]!r} is kept")
+        parts = []
+        for trajectory in tuple(kept):
+            parts.append(msgspec.Raw(encode(trajectory.tokens())))
+            # Other requests run between the trajectories of a long session.
+            await asyncio.sleep(0)
+        return json_answer({"session_id": session, "trajectories": parts})
 
     async def _explain(self, http: web.Request) -> web.Response:
         """Answer with the router's choices for a request's or session's turns, and their reasons;

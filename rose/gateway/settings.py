@@ -71,6 +71,8 @@ class GatewaySettings:
     max_body_bytes: int = 8 << 20
     answers_kept: int = 4_096
     answers_bytes: int = 256 << 20
+    sessions_bytes: int = 256 << 20
+    session_idle_s: float = 3_600.0
     max_connections: int | None = None
     head_timeout_s: float = 10.0
     body_timeout_s: float = 20.0
@@ -158,6 +160,7 @@ TIMES = (
     "head-timeout-s",
     "body-timeout-s",
     "text-timeout-s",
+    "session-idle-s",
 )
 MAY_BE_ZERO = ("resume-grace-s", "anonymous-grace-s", "shutdown-s")
 COUNTS = (
@@ -168,6 +171,7 @@ COUNTS = (
     "max-body-bytes",
     "answers-kept",
     "answers-bytes",
+    "sessions-bytes",
     "max-connections",
     "max-prompt-chars",
 )

@@ -147,9 +147,9 @@ class TextCodec:
         done = await self._run(Encode([text], add_special_tokens, strings=True))
         return unpacked(done.token_ids[0]), done.strings
 
-    async def chat(self, job: Chat) -> tuple[list[int], list[str] | None]:
-        """Return the token ids of a conversation rendered by the chat template, and its tokens as
-        text if `job.strings` asks for them, else None.
+    async def chat(self, job: Chat) -> Done:
+        """Return the packed token ids of a conversation rendered by the chat template, its tokens
+        as text if `job.strings` asks for them, and what `job.follows` asks for.
 
         Raises TurnError for a refusal of the template or beyond the limits.
         """
@@ -159,8 +159,7 @@ class TextCodec:
             raise BadRequest(f"this tokenizer has no {for_what} template: use /v1/completions")
         documents = sum(len(t) for each in job.documents or () for t in each.values())
         self._check_chars(len(job.messages) + len(job.tools) + documents)
-        done = await self._run(job)
-        return unpacked(done.token_ids[0]), done.strings
+        return await self._run(job)
 
     async def decode_all(self, token_ids: Sequence[int]) -> str:
         """Return the text of any number of token ids, in a worker if they are many; ids beyond the

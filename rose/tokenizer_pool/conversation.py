@@ -6,6 +6,7 @@ vLLM knows. Any other content is refused by name: nothing becomes Python's repr 
 
 import json
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Any
 
 import jinja2.nodes as ast
@@ -39,6 +40,31 @@ def conversation_of(
     if not developer and any(message["role"] == "developer" for message in found):
         found = _one_system([_as_system(message) for message in found])
     return found
+
+
+def digest_after(before: bytes, message: object) -> bytes:
+    """Return the digest of a conversation up to this message; `before`: the one up to the message
+    before it. Raises TemplateError.
+
+    Equal for messages that a template shows alike: text or parts, blanks around an assistant's
+    text, marks for caches and ids of calls make no difference.
+    """
+    found = _message(message, as_parts=True)
+    text = _text(
+        [*filter(_shown, found["content"])] if found["role"] != "tool" else found["content"]
+    )
+    if found["role"] == "assistant":
+        text = text.strip()
+    calls = [
+        [c["function"].get("name"), c["function"]["arguments"]] for c in found.get("tool_calls", ())
+    ]
+    more = [found.get(name) for name in ("name", "task", "reasoning", "tools")]
+    shown = json.dumps([found["role"], text, calls, more], sort_keys=True)
+    return blake2b(before + shown.encode(), digest_size=16).digest()
+
+
+def _shown(part: dict[str, Any]) -> bool:
+    return bool(part["text"])
 
 
 def _message(message: object, as_parts: bool) -> dict[str, Any]:

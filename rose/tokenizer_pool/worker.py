@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from datetime import datetime
+from itertools import accumulate
 from typing import Any, BinaryIO, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import jinja2
@@ -26,9 +27,17 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from rose.tokenizer_pool.conversation import TemplateError, conversation_of, takes_parts
+from rose.tokenizer_pool.conversation import (
+    TemplateError,
+    conversation_of,
+    digest_after,
+    takes_parts,
+)
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+# Stands for the text of an assistant's message whose tokens are kept.
+ANSWER_TAG = "KEPT_ASSISTANT_MESSAGE_TAG"
+OPENING = {"role": "user", "content": "."}
 
 
 class _Generation(jinja2.ext.Extension):
@@ -169,8 +178,24 @@ class Encode(msgspec.Struct, tag=True):
     strings: bool = False
 
 
+class Follows(msgspec.Struct):
+    """Part of a job: earlier turns of the conversation whose tokens are kept.
+
+    start: digest with which the chain of the messages' digests begins. known: digests of
+    conversations that end with a kept turn. after: JSON of the assistant's message that `messages`
+    follow, b"" if they are the whole conversation.
+    """
+
+    start: bytes
+    known: list[bytes] = []
+    after: bytes = b""
+
+
 class Chat(msgspec.Struct, tag=True):
-    """Job: return token ids of a conversation; `messages` and `tools` are the caller's JSON."""
+    """Job: return token ids of a conversation; `messages` and `tools` are the caller's JSON.
+
+    With `follows`, only those of the text after the last kept turn, if there is one.
+    """
 
     messages: bytes
     variables: dict[str, Variable]
@@ -179,6 +204,7 @@ class Chat(msgspec.Struct, tag=True):
     strings: bool = False
     tools: bytes = b"null"
     documents: list[dict[str, str]] | None = None
+    follows: Follows | None = None
 
 
 class Decode(msgspec.Struct, tag=True):
@@ -221,13 +247,17 @@ class FoundCall(msgspec.Struct):
 class Done(msgspec.Struct, tag=True):
     """Answer to a job; `token_ids` are packed, one entry for each text.
 
-    `text` answers Decode and ParseTools, the latter with the `calls`.
+    `text` answers Decode and ParseTools, the latter with the `calls`. With `follows`, `digests` are
+    those up to the first message and up to the last, and `kept` is the one of the kept turn that
+    the token ids follow: b"" for none, None if the template cannot render what follows alone.
     """
 
     token_ids: list[bytes] = []
     strings: list[str] | None = None
     text: str = ""
     calls: list[FoundCall] = []
+    digests: list[bytes] = []
+    kept: bytes | None = b""
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -337,15 +367,18 @@ class TextService(WorkerService):
         if isinstance(job, Decode):
             ids = unpacked(job.token_ids)
             return Done(text=str(self._tokenizer.decode(ids, skip_special_tokens=False)))
+        done = Done()
         if isinstance(job, Chat):
-            texts, special = [self._rendered(job)], False
+            texts, special = [self._rendered(job, done)], False
         else:
             texts, special = job.texts, job.add_special_tokens
         found = [self._tokenizer.encode(text, add_special_tokens=special) for text in texts]
-        strings = [str(token) for token in found[0].tokens] if job.strings else None
-        return Done([packed(each.ids) for each in found], strings)
+        done.strings = [str(token) for token in found[0].tokens] if job.strings else None
+        done.token_ids = [packed(each.ids) for each in found]
+        return done
 
-    def _rendered(self, job: Chat) -> str:
+    def _rendered(self, job: Chat, done: Done) -> str:
+        """Return the text to be tokenized; `done` gets the digests, and the kept turn before it."""
         tools = msgspec.json.decode(job.tools)
         compiled = self._templates[tools is not None]
         if compiled is None:
@@ -353,17 +386,72 @@ class TextService(WorkerService):
         given = msgspec.json.decode(job.messages, type=list[Any])
         if not given:
             raise ValueError("messages is empty: send at least one")
-        messages = conversation_of(given, as_parts=compiled.parts, developer=compiled.developer)
-        return render(
-            compiled.template,
-            messages,
-            {**self._setup.special, **job.variables},
-            add_generation_prompt=job.add_generation_prompt,
-            continue_final_message=job.continue_final_message,
-            max_chars=self._setup.max_chars,
-            tools=tools,
-            documents=job.documents,
-        )
+
+        def text_of(messages: list[Any], **changed: bool) -> str:
+            prompt = {"add_generation_prompt": job.add_generation_prompt, **changed}
+            return render(
+                compiled.template,
+                conversation_of(messages, as_parts=compiled.parts, developer=compiled.developer),
+                {**self._setup.special, **job.variables},
+                continue_final_message=job.continue_final_message,
+                max_chars=self._setup.max_chars,
+                tools=tools,
+                documents=job.documents,
+                **prompt,
+            )
+
+        if job.follows is None:
+            return text_of(given)
+        digests = [*accumulate(given, digest_after, initial=job.follows.start)][1:]
+        done.digests = [digests[0], digests[-1]]
+        if job.follows.after:
+            place, after = -1, msgspec.json.decode(job.follows.after)
+        else:
+            known = {*job.follows.known}
+            ends = range(len(given) - 2, -1, -1)
+            place = next((k for k in ends if digests[k] in known), -1)
+            if place < 0:
+                return text_of(given)
+            after, done.kept = given[place], digests[place]
+        new = given[place + 1 :]
+        # A template without the role would move a developer's message to the front.
+        moved = not compiled.developer and any(each["role"] == "developer" for each in new)
+        text = None if moved else _continued(text_of, after, new)
+        if text is None:
+            done.kept = None
+        return text_of(given) if text is None else text
+
+
+def _continued(
+    text_of: Callable[..., str], after: dict[str, Any], new: list[dict[str, Any]]
+) -> str | None:
+    """Return the text that follows the assistant's message `after`: what closes it, and the new
+    messages. None if the template does not render them without the messages before.
+
+    The message's own text and calls are not in it: they are cut off where a short conversation
+    with a tag in their place has them.
+    """
+    bare = {"role": "assistant", "content": ANSWER_TAG}
+    calls = after.get("tool_calls")
+    said = {**bare, "tool_calls": calls} if calls else bare
+    try:
+        whole = text_of([OPENING, said, *new])
+        ended = text_of([OPENING, said], add_generation_prompt=False) if calls else ""
+        closed = text_of([OPENING, bare], add_generation_prompt=False) if calls else ""
+    except jinja2.TemplateError:
+        return None
+    if not calls:
+        return _after_tag(whole)
+    closing = _after_tag(closed)
+    # A template may leave out the text beside calls, and the tag with it.
+    ended, whole = (_after_tag(text) or text for text in (ended, whole))
+    if closing is None or not whole.startswith(ended):
+        return None
+    return closing + whole[len(ended) :]
+
+
+def _after_tag(text: str) -> str | None:
+    return text.partition(ANSWER_TAG)[2] if ANSWER_TAG in text else None
 
 
 def serve(kind: type[S], made: Callable[[S], WorkerService]) -> None:

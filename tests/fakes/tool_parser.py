@@ -2,9 +2,18 @@
 
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
+from rose.tokenizer_pool.pool import TextRefused
+from rose.tokenizer_pool.tool_worker import ToolService
+from rose.tokenizer_pool.worker import Done, ParseTools, Refused, ToolSetup
+
+PARSER = "tests.fakes.tool_parser:StandInToolParser"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+WROTE = 'ok <call>{"name": "f", "arguments": {"x": 1}}</call>'
 CALL = re.compile(r"<call>(.*?)</call>", re.DOTALL)
 
 
@@ -29,3 +38,16 @@ class StandInToolParser:
         ]
         content = CALL.sub("", text) or None
         return SimpleNamespace(tools_called=bool(calls), tool_calls=calls, content=content)
+
+
+def in_process(folder: Path) -> Any:
+    """Stands in for the pool of processes: vLLM's real one is an engine test's."""
+    service = ToolService(ToolSetup(PARSER, str(folder), 0, 0.0))
+
+    async def run(job: ParseTools) -> Done:
+        answer = service.answer(job)
+        if isinstance(answer, Refused):
+            raise TextRefused(answer.message)
+        return answer
+
+    return SimpleNamespace(run=run, close=AsyncMock())

@@ -1,24 +1,30 @@
 """OpenAI's `POST /v1/chat/completions`, as vLLM 0.32 reads and writes it; needs a tokenizer.
 
 Fields of ROSE: `min_version`, `exact_version`, `timeout_s`, `resume_from` in; `versions` in every
-choice out. Of the rendering options a caller may set the template's variables alone. Outputs that
-may call tools are answered when they are whole, streams too.
+choice out, and in a session `trajectory`. Of the rendering options a caller may set the template's
+variables alone. Outputs that may call tools are answered when they are whole, streams too.
+
+`/v1/messages` and `/v1/responses` are translated into this API, and share all of it.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rose.contract.gateway import versions_of
+from rose.contract.gateway import TrajectoryPlace, versions_of
 from rose.gateway.apis import frontend, wire
 from rose.gateway.apis.completions import OpenAIBody, OpenAIResponse, OpenAIWhole
 from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest
 from rose.gateway.apis.tools import FOUND, FoundTools, ToolChoice, checked_tools, found_tools
 from rose.gateway.errors import BadRequest
+from rose.gateway.sessions import KeptTurn, PendingTurn
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
-from rose.tokenizer_pool.worker import Chat, Variable
+from rose.security.callers import ANYBODY, Caller
+from rose.tokenizer_pool.conversation import digest_after
+from rose.tokenizer_pool.worker import Chat, Variable, unpacked
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_VARIABLES = 32
@@ -86,7 +92,9 @@ class _ChatUnsupported(OpenAIBody, gc=False, kw_only=True):
     return_prompt_text: bool | None = False
 
 
-class _ChatBody(_ChatUnsupported, gc=False, kw_only=True):
+class ChatBody(_ChatUnsupported, gc=False, kw_only=True):
+    """Request of `/v1/chat/completions`, and of the APIs that are translated into it."""
+
     # The process that renders them parses them.
     messages: msgspec.Raw
     logprobs: bool | None = False
@@ -105,7 +113,7 @@ class _ChatBody(_ChatUnsupported, gc=False, kw_only=True):
     include_reasoning: bool | None = True
 
 
-_decoder = msgspec.json.Decoder(_ChatBody)
+_decoder = msgspec.json.Decoder(ChatBody)
 
 
 class ChatFrontend(ApiFrontend):
@@ -113,12 +121,39 @@ class ChatFrontend(ApiFrontend):
 
     path = "/v1/chat/completions"
 
-    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        asked = frontend.read_json(_decoder, body)
+    async def read(
+        self, body: bytes, headers: Mapping[str, str], caller: Caller = ANYBODY
+    ) -> ApiRequest:
+        return await self._request(frontend.read_json(_decoder, body), headers, caller, ChatAnswer)
+
+    async def _request(
+        self,
+        asked: ChatBody,
+        headers: Mapping[str, str],
+        caller: Caller,
+        answer_of: "Callable[[str, ServedModel, ChatRequest], ChatAnswer]",
+        previous: "PreviousAnswer | None" = None,
+    ) -> ApiRequest:
+        """Return the turns of a chat, and the answer that `answer_of` makes of the request's id,
+        the model and the chat. `previous`: answer that the messages follow. Raises TurnError.
+        """
         self._model.check_name(asked.model)
         _check(asked, self._max_completions)
         tools = checked_tools(self._model, asked.tools, asked.tool_choice)
-        prompt = await self._prompt(asked, tools)
+        job = chat_job(
+            asked.messages,
+            asked.chat_template_kwargs,
+            asked.reasoning_effort,
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            continue_final_message=bool(asked.continue_final_message),
+            tools=tools or b"null",
+            documents=asked.documents,
+        )
+        codec, session = self._model.need_codec("a conversation"), None
+        if frontend.session_of(headers, asked.session_id) or previous is not None:
+            session = self._session_turn(asked, headers, caller, job, previous)
+        done = await codec.chat(job)
+        prompt = session.prompt(done) if session else unpacked(done.token_ids[0])
         called = None if asked.tool_choice == "none" else tools
         limit = asked.max_completion_tokens
         max_tokens = asked.max_tokens if limit is None else limit
@@ -129,24 +164,43 @@ class ChatFrontend(ApiFrontend):
         turns = frontend.turns_of(
             asked, headers, name, [prompt], sampling, samples=asked.samples, text=text
         )
-        answer = ChatAnswer(f"chatcmpl-{name[0]}", self._model, asked, prompt, called, most)
+        chat = ChatRequest(asked, prompt, called, session, most)
+        answer = answer_of(str(name[0]), self._model, chat)
         return frontend.request_of(asked, headers, turns, answer, at_end=called is not None)
 
-    async def _prompt(self, asked: _ChatBody, tools: bytes | None) -> list[int]:
-        codec = self._model.need_codec("a conversation")
-        job = chat_job(
-            asked.messages,
-            asked.chat_template_kwargs,
-            asked.reasoning_effort,
-            add_generation_prompt=asked.add_generation_prompt is not False,
-            continue_final_message=bool(asked.continue_final_message),
-            tools=tools or b"null",
-            documents=asked.documents,
-        )
-        return (await codec.chat(job))[0]
+    def _session_turn(
+        self,
+        asked: ChatBody,
+        headers: Mapping[str, str],
+        caller: Caller,
+        job: Chat,
+        previous: "PreviousAnswer | None",
+    ) -> PendingTurn | None:
+        """Return the session's turn, None if the session's tokens cannot be kept; `job` is told of
+        the kept turns. Raises TurnError.
+        """
+        named = frontend.session_of(headers, asked.session_id)
+        if previous is not None and (not named or self._sessions is None):
+            raise BadRequest(
+                "previous_response_id needs the session that keeps its tokens: send its name as "
+                "X-Session-ID with every request, or send the whole input",
+                "previous_response_id",
+            )
+        if self._sessions is None or not job.add_generation_prompt:
+            # Such an output is a part of a message, which no later message repeats as it is.
+            return None
+        start = blake2b(
+            msgspec.json.encode([job.variables, job.documents]) + job.tools, digest_size=16
+        ).digest()
+        job_name = frontend.job_of(headers, asked.job)
+        session = self._sessions.begin(caller, job_name, named, start)
+        if previous is not None:
+            previous.check(session.after_answer(previous.name), start)
+        job.follows = session.follows()
+        return session
 
 
-def _check(asked: _ChatBody, max_completions: int) -> None:
+def _check(asked: ChatBody, max_completions: int) -> None:
     asked.check(max_completions)
     frontend.refuse_unsupported(asked, _ChatUnsupported)
     if asked.parallel_tool_calls is False:
@@ -185,31 +239,58 @@ class _Message(msgspec.Struct, gc=False):
     reasoning: None = None
 
 
+class PreviousAnswer(NamedTuple):
+    """Answer of the same session that a request names instead of the messages up to it.
+
+    opening: system message that the request sends again, None for none.
+    """
+
+    name: str
+    opening: dict[str, object] | None
+
+    def check(self, turn: KeptTurn, start: bytes) -> None:
+        """Raise BadRequest if the request's tools, or its system message, are not those of `turn`;
+        `start` is the digest of the request's own tools.
+        """
+        changed = turn.start != start
+        if self.opening is not None:
+            changed |= turn.first != digest_after(start, self.opening)
+        if changed:
+            raise BadRequest(
+                "previous_response_id: instructions, tools and reasoning are those of that answer's"
+                " request: send the same, or the whole input",
+                "previous_response_id",
+            )
+
+
+class ChatRequest(NamedTuple):
+    """Chat as its answer needs it: the request, its prompt, JSON of the tools that the output may
+    call (None for none), its turn of a session, if any, and how many of the most likely tokens come
+    with each token.
+    """
+
+    asked: ChatBody
+    prompt: list[int]
+    tools: bytes | None
+    session: PendingTurn | None
+    most: int
+
+
 class ChatAnswer(OpenAIResponse):
     """Writer of the answer to a `/v1/chat/completions` request, whole or streamed; each turn is one
     choice.
     """
 
     kind = "chat.completion.chunk"
+    prefix = "chatcmpl-"
 
-    def __init__(
-        self,
-        name: str,
-        model: ServedModel,
-        asked: _ChatBody,
-        prompt: list[int],
-        tools: bytes | None,
-        most: int,
-    ) -> None:
-        """Keep what the answer repeats of the request. `tools`: JSON of the tools that the output
-        may call, None for none.
-        """
-        super().__init__(name, model, asked, [prompt], most)
-        self._prompt = prompt
+    def __init__(self, name: str, model: ServedModel, chat: ChatRequest) -> None:
+        """Keep what the answer repeats of the request; `name` is the request's id."""
+        super().__init__(self.prefix + name, model, chat.asked, [chat.prompt], chat.most)
+        asked, self._prompt, self._tools, self._session, _ = chat
         self._logprobs = bool(asked.logprobs)
         self._top = bool(asked.top_logprobs)
         self._stream = bool(asked.stream)
-        self._tools = tools
         self._found: list[FoundTools] = []
 
     async def prepare(self, streams: Sequence[TokenStream]) -> None:
@@ -233,14 +314,31 @@ class ChatAnswer(OpenAIResponse):
             "token_ids": stream.tokens.tolist() if self._ids else None,
             "routed_experts": wire.routed_experts(stream),
             "versions": versions_of(stream.versions),
+            **self._place(index, stream),
         }
 
+    def _output(self, index: int, stream: TokenStream) -> FoundTools:
+        """Return the text and the tool calls of a turn that is over."""
+        if self._tools is not None:
+            return self._found[index]
+        return FoundTools(wire.text_between(stream, 0, len(stream.tokens), True), [])
+
     def _message(self, index: int, stream: TokenStream) -> _Message:
-        if self._tools is None:
-            text = wire.text_between(stream, 0, len(stream.tokens), True)
-            return _Message("assistant", text)
-        found = self._found[index]
+        found = self._output(index, stream)
         return _Message("assistant", found.content, tool_calls=found.calls or msgspec.UNSET)
+
+    def _place(self, index: int, stream: TokenStream) -> dict[str, TrajectoryPlace]:
+        """Keep a turn that is over in its session; return its place as a field of the answer, {}
+        without a session.
+        """
+        if self._session is None:
+            return {}
+        found = self._output(index, stream)
+        message: dict[str, object] = {"role": "assistant", "content": found.content}
+        if found.calls:
+            message["tool_calls"] = found.calls
+        name = self._name if self._samples == 1 else f"{self._name}-{index}"
+        return {"trajectory": self._session.keep(name, stream, message)}
 
     def _finish_reason(self, index: int, stream: TokenStream) -> str | None:
         called = self._tools is not None and self._found[index].calls
@@ -290,6 +388,8 @@ class ChatAnswer(OpenAIResponse):
             choice["stop_reason"] = stream.stop_reason
         choice["token_ids"] = stream.tokens[start:end].tolist() if self._ids else None
         choice["versions"] = versions_of(stream.spans(start, end))
+        if over:
+            choice |= self._place(index, stream)
         return self.chunk(stream, end, choice)
 
     def _delta(

@@ -19,6 +19,7 @@ from rose.gateway.apis.structured import StructuredBody, structured_of
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import ServedModel, TextPlan
 from rose.gateway.turns.token_stream import TokenStream
+from rose.security.callers import ANYBODY, Caller
 
 DEFAULT_MAX_TOKENS = 16
 NO_FIELDS: Mapping[str, object] = MappingProxyType({})
@@ -224,7 +225,9 @@ class CompletionFrontend(ApiFrontend):
 
     path = "/v1/completions"
 
-    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
+    async def read(
+        self, body: bytes, headers: Mapping[str, str], caller: Caller = ANYBODY
+    ) -> ApiRequest:
         asked = frontend.read_json(_decoder, body)
         self._model.check_name(asked.model)
         asked.check(self._max_completions)

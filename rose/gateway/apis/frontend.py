@@ -30,8 +30,10 @@ from rose.contract.replica import MOST_LOGPROBS, Sampling
 from rose.errors import decoded
 from rose.gateway.apis.wire import DONE, ApiResponse, event, vllm_error
 from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.sessions import KeptSessions
 from rose.gateway.text_codec import ServedModel, TextPlan
 from rose.gateway.turn_request import Origin, TurnRequest, sample_of
+from rose.security.callers import ANYBODY, Caller
 from rose.tracing import trace_of
 
 # Fields that must be empty are not decoded: millions of small objects would block the loop.
@@ -78,12 +80,19 @@ class ApiFrontend:
 
     path: ClassVar[str]
 
-    def __init__(self, model: ServedModel, max_completions: int) -> None:
+    def __init__(
+        self, model: ServedModel, max_completions: int, sessions: KeptSessions | None = None
+    ) -> None:
         self._model = model
         self._max_completions = max_completions
+        self._sessions = sessions
 
-    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
-        """Return the parsed request. Raises TurnError for a request that the API would refuse."""
+    async def read(
+        self, body: bytes, headers: Mapping[str, str], caller: Caller = ANYBODY
+    ) -> ApiRequest:
+        """Return the parsed request. Raises TurnError for a request that the API would refuse.
+        `caller`: owner of the session that the request may name.
+        """
         raise NotImplementedError
 
     def error(self, error: TurnError) -> bytes:

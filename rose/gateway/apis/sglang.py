@@ -20,6 +20,7 @@ from rose.gateway.apis.structured import checked
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.text_codec import ServedModel, TextPlan
 from rose.gateway.turns.token_stream import TokenStream
+from rose.security.callers import ANYBODY, Caller
 
 T = TypeVar("T")
 
@@ -122,7 +123,9 @@ class SglangFrontend(ApiFrontend):
 
     path = "/generate"
 
-    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
+    async def read(
+        self, body: bytes, headers: Mapping[str, str], caller: Caller = ANYBODY
+    ) -> ApiRequest:
         asked = frontend.read_json(_decoder, body)
         params = asked.sampling_params or _SglangSamplingBody()
         frontend.refuse_unsupported(asked, _SglangUnsupported)

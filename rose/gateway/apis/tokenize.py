@@ -8,7 +8,7 @@ from rose.gateway.apis.frontend import NOTHING, read_json
 from rose.gateway.apis.tools import checked_tools
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import ServedModel
-from rose.tokenizer_pool.worker import Variable
+from rose.tokenizer_pool.worker import Variable, unpacked
 
 
 class _TokenizeBody(msgspec.Struct):
@@ -58,7 +58,8 @@ async def tokenize(model: ServedModel, body: bytes) -> bytes:
             strings=strings,
             tools=checked_tools(model, asked.tools, "none") or b"null",
         )
-        tokens, names = await codec.chat(job)
+        done = await codec.chat(job)
+        tokens, names = unpacked(done.token_ids[0]), done.strings
     return wire.encode(
         {
             "count": len(tokens),

@@ -16,6 +16,7 @@ from rose.gateway.apis import frontend, wire
 from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest, GenerateFields
 from rose.gateway.apis.structured import StructuredBody, structured_of
 from rose.gateway.turns.token_stream import TokenStream
+from rose.security.callers import ANYBODY, Caller
 
 
 class _VllmUnsupportedSampling(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -97,7 +98,9 @@ class VllmFrontend(ApiFrontend):
 
     path = GENERATE
 
-    async def read(self, body: bytes, headers: Mapping[str, str]) -> ApiRequest:
+    async def read(
+        self, body: bytes, headers: Mapping[str, str], caller: Caller = ANYBODY
+    ) -> ApiRequest:
         asked = frontend.read_json(_decoder, body)
         self._model.check_name(asked.model)
         params, prompt = asked.sampling_params, asked.token_ids

@@ -32,6 +32,14 @@ ORIGIN: dict[str, Any] = {"group_id": "g", "job": "j", "group_size": 4, "hedges"
 
 SERVED = gateway.ReplicaVersion("n1/g0", "guest", "j", 6, gateway.SYNCING)
 
+TRAJECTORY = gateway.SessionTrajectory(
+    (5, 6, 7),
+    (0, 1, 1),
+    (0.0, -0.5, -0.25),
+    (gateway.Version(7, 1, 3),),
+    (gateway.TrajectoryTurn("chatcmpl-a", 1, 3, "stop"),),
+    0,
+)
 MESSAGES: tuple[msgspec.Struct, ...] = (
     SCHEMA,
     SAMPLING,
@@ -130,6 +138,10 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     gateway.NamesBody(["a", "b"], "c", "s", "j"),
     gateway.Aborted(["a"]),
     gateway.SessionFinished("s", 2),
+    gateway.TrajectoryPlace(1, 2, 30, "edited"),
+    TRAJECTORY.turns[0],
+    TRAJECTORY,
+    gateway.SessionTokens("s", (TRAJECTORY,)),
     gateway.GatewayCounters({"n1/g0": 9}, {"n1/g0": 1}, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.25),
     CHOOSING,
     gateway.Explanation("s", [CHOOSING]),

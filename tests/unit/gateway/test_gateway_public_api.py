@@ -21,7 +21,7 @@ CLIENT = """
     AnswerBroken BlockingRolloutClient BlockingRolloutPipeline BlockingSession ClientClosed
     DroppedGroup GatewayCredentials GatewayUnavailable Group GroupsDropped Member Progress
     RequestRefused Retry
-    RolloutClient RolloutError RolloutPipeline RolloutProgress Sampling Session
+    RolloutClient RolloutError RolloutPipeline RolloutProgress Sampling Session SessionTrajectory
     StalenessBound StepPlan StructuredOutputs TailPlan TokenChunk TrainingGroup TrainingStep Turn
     TurnCancelled TurnProgress TurnStream TurnTimedOut VersionNotServed Versions
 """

@@ -82,7 +82,7 @@ def test_generated_conversations_are_rendered_alike(name: str, config: ModelConf
         job = Chat(json.dumps(messages).encode(), variables, documents=documents, **asked)
         ours: str | None
         try:
-            ours = service._rendered(job)
+            ours = service._rendered(job, Done())
         except Exception:
             ours = None
         answered += expected is not None
@@ -97,7 +97,7 @@ def test_generated_conversations_are_rendered_alike(name: str, config: ModelConf
 def test_tools_are_rendered_by_the_template_for_them() -> None:
     service = TextService(setup("plain", "{{ tools[0].function.name }}"))
     asked = b'[{"role": "user", "content": "x"}]'
-    assert service._rendered(Chat(asked, {})) == "plain"
+    assert service._rendered(Chat(asked, {}), Done()) == "plain"
     tools = b'[{"type": "function", "function": {"name": "search"}}]'
-    assert service._rendered(Chat(asked, {}, tools=tools)) == "search"
+    assert service._rendered(Chat(asked, {}, tools=tools), Done()) == "search"
     assert isinstance(TextService(setup(None, "tools")).answer(Chat(asked, {})), Refused)

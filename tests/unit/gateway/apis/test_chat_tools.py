@@ -3,9 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
 
 import pytest
 import pytest_asyncio
@@ -15,35 +13,20 @@ from rose.gateway import Gateway
 from rose.gateway.settings import parse_settings
 from rose.tokenizer_pool.pool import TextRefused
 from rose.tokenizer_pool.tool_worker import ToolService
-from rose.tokenizer_pool.worker import Done, ParseTools, Refused, ToolSetup, packed
+from rose.tokenizer_pool.worker import Done, ParseTools, ToolSetup, packed
 from tests.fakes.replica import StandInReplica
+from tests.fakes.tool_parser import PARSER, TOOLS, WROTE, in_process
 from tests.harness.tokenizer_kinds import ids_of, save_byte_tokenizer, text_of
 from tests.unit.gateway.gateway_cases import serving
 from tests.unit.gateway.wire_cases import CHAT, ask, payloads, stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-PARSER = "tests.fakes.tool_parser:StandInToolParser"
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls or [] %}!{{ c.function.name }}={{ c.function.arguments.x }}"
     "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
-WROTE = 'ok <call>{"name": "f", "arguments": {"x": 1}}</call>'
-
-
-def in_process(folder: Path) -> Any:
-    """Stands in for the pool of processes: vLLM's real one is an engine test's."""
-    service = ToolService(ToolSetup(PARSER, str(folder), 0, 0.0))
-
-    async def run(job: ParseTools) -> Done:
-        answer = service.answer(job)
-        if isinstance(answer, Refused):
-            raise TextRefused(answer.message)
-        return answer
-
-    return SimpleNamespace(run=run, close=AsyncMock())
 
 
 @pytest.fixture(scope="module")

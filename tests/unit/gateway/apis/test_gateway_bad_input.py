@@ -411,7 +411,7 @@ def test_every_field_that_vllm_reads_is_read_or_refused() -> None:
     from rose.gateway.apis import chat, completions
 
     for theirs, ours in (
-        (ChatCompletionRequest, chat._ChatBody),
+        (ChatCompletionRequest, chat.ChatBody),
         (CompletionRequest, completions._CompletionBody),
     ):
         unread = set(theirs.model_fields) - set(ours.__struct_fields__) - IGNORED
