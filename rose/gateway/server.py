@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from types import MappingProxyType
 
 import msgspec
@@ -29,7 +30,14 @@ from rose.contract.gateway import (
 from rose.contract.replica import POOLING
 from rose.gateway import pooling
 from rose.gateway import stats as metrics
-from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
+from rose.gateway.apis import (
+    ChatFrontend,
+    CompletionFrontend,
+    MessagesFrontend,
+    ResponsesFrontend,
+    SglangFrontend,
+    VllmFrontend,
+)
 from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest, job_of, read_json, session_of
 from rose.gateway.apis.wire import clean, encode, error_body, vllm_error
@@ -65,6 +73,8 @@ SWEEP_S = 0.1
 STEP_TOKENS, TURN_TOKENS = 32_768, 512
 
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+COUNT_TOKENS = "/v1/messages/count_tokens"
 _decode_names = msgspec.json.Decoder(NamesBody)
 
 
@@ -116,12 +126,12 @@ class GatewayServer:
         # `Bodies` bounds the bodies that are read.
         app = web.Application(client_max_size=0)
         post, get = app.router.add_post, app.router.add_get
-        frontends: list[ApiFrontend] = [
-            kind(self._model, self._settings.max_completions, self._sessions)
-            for kind in (VllmFrontend, SglangFrontend, CompletionFrontend, ChatFrontend)
-        ]
-        for frontend in frontends:
-            post(frontend.path, self._handler(frontend))
+        kinds = (VllmFrontend, SglangFrontend, CompletionFrontend, ChatFrontend, ResponsesFrontend)
+        parts = self._model, self._settings.max_completions, self._sessions
+        messages = MessagesFrontend(*parts)
+        for frontend in (*(kind(*parts) for kind in kinds), messages):
+            post(frontend.path, self._handler(frontend, partial(self._serve, frontend)))
+        post(COUNT_TOKENS, self._handler(messages, partial(self._count, messages)))
         for path in POOLING:
             post(path, self._pool)
         post("/tokenize", self._tokenize)
@@ -164,12 +174,12 @@ class GatewayServer:
             self._hedging.sweep()
             self._sessions.trim()
 
-    def _handler(
-        self, frontend: ApiFrontend
-    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _handler(self, frontend: ApiFrontend, serve: Handler) -> Handler:
+        """Return `serve` with its TurnErrors answered in the form of the API."""
+
         async def handle(http: web.Request) -> web.StreamResponse:
             try:
-                return await self._serve(frontend, http)
+                return await serve(http)
             except TurnError as error:
                 trace = trace_of(http.headers)
                 return _refusal(error, frontend.error(error), trace.headers() if trace else {})
@@ -190,6 +200,12 @@ class GatewayServer:
                 return await _delivered(delivery, frontend, ask, [turn])
         async with self._reading(ask) as turns:
             return await _delivered(delivery, frontend, ask, turns)
+
+    async def _count(self, messages: MessagesFrontend, http: web.Request) -> web.Response:
+        """Answer with the number of tokens of a conversation."""
+        self._check_job(http)
+        body = await messages.count(await self._bodies.read(http))
+        return web.Response(body=body, content_type=JSON)
 
     @asynccontextmanager
     async def _reading(self, ask: ApiRequest) -> AsyncIterator[list[SharedTurn]]:

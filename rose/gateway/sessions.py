@@ -282,10 +282,14 @@ class PendingTurn:
         self._kept_tokens = len(kept)
         return kept + self._new
 
-    def keep(self, name: str, stream: TokenStream, message: dict[str, object]) -> TrajectoryPlace:
-        """Keep the turn, which is over, and return its place. `name`: id of the answer. `message`:
-        the assistant's, as it was answered in the chat API.
+    def keep(
+        self, name: str, stream: TokenStream, message: dict[str, object]
+    ) -> TrajectoryPlace | None:
+        """Keep the turn, which is over, and return its place; None if it cannot be kept. `name`: id
+        of the answer. `message`: the assistant's, as it was answered in the chat API.
         """
+        if not self._digests:
+            return None
         first, last = self._digests
         turn = KeptTurn(
             name,

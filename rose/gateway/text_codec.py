@@ -361,7 +361,7 @@ class TextTrack:
         """
         if over and tokens == len(self.ends):
             return len(self.text)
-        return max(0, min(self.ends[tokens - 1], len(self.text)) - self._hold) if tokens else 0
+        return max(0, min(self.ends[tokens - 1] - self._hold, len(self.text))) if tokens else 0
 
     def _stops(self, text: str, old: int) -> int | None:
         """Return the length at which a stop string that ends after `old` cuts the text, None if

@@ -147,11 +147,12 @@ def _calls(calls: object) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or call.get("type", "function") != "function":
             raise TemplateError("tool_calls of a message are objects of type function")
-        found.append({**call, "function": {**function, "arguments": _arguments(function)}})
+        found.append({**call, "function": {**function, "arguments": arguments_of(function)}})
     return found
 
 
-def _arguments(function: dict[str, Any]) -> dict[str, Any]:
+def arguments_of(function: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call; those that are no JSON object become an empty one."""
     given = function.get("arguments")
     if isinstance(given, str):
         try:

@@ -33,6 +33,7 @@ from rose.tokenizer_pool.conversation import (
     digest_after,
     takes_parts,
 )
+from rose.tokenizer_pool.forms import MESSAGES, chat_of
 
 CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 # Stands for the text of an assistant's message whose tokens are kept.
@@ -194,7 +195,8 @@ class Follows(msgspec.Struct):
 class Chat(msgspec.Struct, tag=True):
     """Job: return token ids of a conversation; `messages` and `tools` are the caller's JSON.
 
-    With `follows`, only those of the text after the last kept turn, if there is one.
+    With `follows`, only those of the text after the last kept turn, if there is one. form: API of
+    the messages (forms.py). system: JSON of what they begin with.
     """
 
     messages: bytes
@@ -205,6 +207,8 @@ class Chat(msgspec.Struct, tag=True):
     tools: bytes = b"null"
     documents: list[dict[str, str]] | None = None
     follows: Follows | None = None
+    form: str = ""
+    system: bytes = b"null"
 
 
 class Decode(msgspec.Struct, tag=True):
@@ -383,9 +387,11 @@ class TextService(WorkerService):
         compiled = self._templates[tools is not None]
         if compiled is None:
             raise ValueError("this tokenizer has none: use /v1/completions")
-        given = msgspec.json.decode(job.messages, type=list[Any])
-        if not given:
-            raise ValueError("messages is empty: send at least one")
+        given = chat_of(job.form, *map(msgspec.json.decode, (job.messages, job.system)))
+        if job.form == MESSAGES and given[-1]["role"] == "assistant":
+            # The answer goes on from the assistant's words, and no later message has it alone.
+            job.add_generation_prompt, job.continue_final_message = False, True
+            job.follows = None
 
         def text_of(messages: list[Any], **changed: bool) -> str:
             prompt = {"add_generation_prompt": job.add_generation_prompt, **changed}

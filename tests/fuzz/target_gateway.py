@@ -6,6 +6,7 @@ Each `run_…` takes one input and raises AssertionError where the gateway is at
 
 import asyncio
 import functools
+import itertools
 import json
 from collections.abc import Coroutine
 from typing import Any, Final, NoReturn
@@ -15,7 +16,14 @@ from aiohttp import web
 
 from elastic_scheduler import TurnNeed
 from rose.gateway import GatewaySettings
-from rose.gateway.apis import ChatFrontend, CompletionFrontend, SglangFrontend, VllmFrontend
+from rose.gateway.apis import (
+    ChatFrontend,
+    CompletionFrontend,
+    MessagesFrontend,
+    ResponsesFrontend,
+    SglangFrontend,
+    VllmFrontend,
+)
 from rose.gateway.backends.http_pool import Upstream
 from rose.gateway.backends.replica_apis import LINKS
 from rose.gateway.errors import QueueFull, TurnError
@@ -25,7 +33,8 @@ from rose.gateway.stats import GatewayHealth, GatewayStats
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.attempt import ATTEMPT_FAILURES, check_line
 from rose.process.http_port import guarded
-from rose.tokenizer_pool.worker import Chat, Done, Refused, Setup, TextService
+from rose.tokenizer_pool.forms import MESSAGES, RESPONSES
+from rose.tokenizer_pool.worker import Chat, Done, Follows, Refused, Setup, TextService
 from tests.fuzz.wire import Wire, answers_of
 
 DOCUMENTED = frozenset({200, 400, 404, 405, 408, 409, 413, 415, 417, 429, 503, 504})
@@ -35,9 +44,12 @@ FRONTENDS = (
     SglangFrontend(MODEL, 256),
     CompletionFrontend(MODEL, 256),
     ChatFrontend(MODEL, 256),
+    MessagesFrontend(MODEL, 256),
+    ResponsesFrontend(MODEL, 256),
 )
 POSTS = (
     *(frontend.path for frontend in FRONTENDS),
+    "/v1/messages/count_tokens",
     "/pooling",
     "/score",
     "/tokenize",
@@ -121,8 +133,10 @@ def run_replica(data: bytes) -> None:
 
 def run_conversation(data: bytes) -> None:
     """Messages of a chat, as the process that renders them takes them."""
-    for continues in (False, True):
-        answer = _service().answer(Chat(data, {}, not continues, continues))
+    for continues, form in itertools.product((False, True), ("", MESSAGES, RESPONSES)):
+        follows = Follows(b"") if form else None
+        job = Chat(data, {}, not continues, continues, form=form, follows=follows)
+        answer = _service().answer(job)
         assert isinstance(answer, Done | Refused)
         msgspec.msgpack.encode(answer)
 

@@ -19,7 +19,7 @@ from rose.gateway.apis.completions import OpenAIBody, OpenAIResponse, OpenAIWhol
 from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest
 from rose.gateway.apis.tools import FOUND, FoundTools, ToolChoice, checked_tools, found_tools
 from rose.gateway.errors import BadRequest
-from rose.gateway.sessions import KeptTurn, PendingTurn
+from rose.gateway.sessions import PendingTurn
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
 from rose.security.callers import ANYBODY, Caller
@@ -29,6 +29,8 @@ from rose.tokenizer_pool.worker import Chat, Variable, unpacked
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_VARIABLES = 32
 MAX_VARIABLE_CHARS = 4_096
+# Fields of a chat that answers of the APIs that are translated into it have no place for.
+NO_PLACE = ("n", "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids")
 # Fields of their own, or tokenizer options that would change the handling of the prompt.
 RESERVED = frozenset(
     {
@@ -116,6 +118,19 @@ class ChatBody(_ChatUnsupported, gc=False, kw_only=True):
 _decoder = msgspec.json.Decoder(ChatBody)
 
 
+class ChatForm(NamedTuple):
+    """Form of a chat's messages: the API that they are of ("" for this one), JSON of what they
+    begin with, and the id of the kept answer that they follow, "" if they are the whole chat.
+    """
+
+    api: str = ""
+    system: bytes = b"null"
+    previous: str = ""
+
+
+CHAT_FORM = ChatForm()
+
+
 class ChatFrontend(ApiFrontend):
     """Frontend of `/v1/chat/completions`: it reads requests; `ChatAnswer` writes the answers."""
 
@@ -132,26 +147,18 @@ class ChatFrontend(ApiFrontend):
         headers: Mapping[str, str],
         caller: Caller,
         answer_of: "Callable[[str, ServedModel, ChatRequest], ChatAnswer]",
-        previous: "PreviousAnswer | None" = None,
+        form: ChatForm = CHAT_FORM,
     ) -> ApiRequest:
         """Return the turns of a chat, and the answer that `answer_of` makes of the request's id,
-        the model and the chat. `previous`: answer that the messages follow. Raises TurnError.
+        the model and the chat. Raises TurnError.
         """
         self._model.check_name(asked.model)
         _check(asked, self._max_completions)
-        tools = checked_tools(self._model, asked.tools, asked.tool_choice)
-        job = chat_job(
-            asked.messages,
-            asked.chat_template_kwargs,
-            asked.reasoning_effort,
-            add_generation_prompt=asked.add_generation_prompt is not False,
-            continue_final_message=bool(asked.continue_final_message),
-            tools=tools or b"null",
-            documents=asked.documents,
-        )
+        job, tools = self._job(asked, form)
         codec, session = self._model.need_codec("a conversation"), None
-        if frontend.session_of(headers, asked.session_id) or previous is not None:
-            session = self._session_turn(asked, headers, caller, job, previous)
+        if (named := frontend.session_of(headers, asked.session_id)) or form.previous:
+            job_name = frontend.job_of(headers, asked.job)
+            session = self._in_session(caller, job_name, named, job, form.previous)
         done = await codec.chat(job)
         prompt = session.prompt(done) if session else unpacked(done.token_ids[0])
         called = None if asked.tool_choice == "none" else tools
@@ -168,19 +175,31 @@ class ChatFrontend(ApiFrontend):
         answer = answer_of(str(name[0]), self._model, chat)
         return frontend.request_of(asked, headers, turns, answer, at_end=called is not None)
 
-    def _session_turn(
-        self,
-        asked: ChatBody,
-        headers: Mapping[str, str],
-        caller: Caller,
-        job: Chat,
-        previous: "PreviousAnswer | None",
-    ) -> PendingTurn | None:
-        """Return the session's turn, None if the session's tokens cannot be kept; `job` is told of
-        the kept turns. Raises TurnError.
+    def _job(self, asked: ChatBody, form: ChatForm) -> tuple[Chat, bytes | None]:
+        """Return the chat for the tokenizer to render, and JSON of its tools, None for none. Raises
+        BadRequest.
         """
-        named = frontend.session_of(headers, asked.session_id)
-        if previous is not None and (not named or self._sessions is None):
+        tools = checked_tools(self._model, asked.tools, asked.tool_choice)
+        job = chat_job(
+            asked.messages,
+            asked.chat_template_kwargs,
+            asked.reasoning_effort,
+            add_generation_prompt=asked.add_generation_prompt is not False,
+            continue_final_message=bool(asked.continue_final_message),
+            tools=tools or b"null",
+            documents=asked.documents,
+            form=form.api,
+            system=form.system,
+        )
+        return job, tools
+
+    def _in_session(
+        self, caller: Caller, job_name: str, named: str, job: Chat, previous: str
+    ) -> PendingTurn | None:
+        """Return the chat's turn in the session, None if it cannot be kept; `job` gets what its
+        worker needs to go on from a kept turn. Raises TurnError.
+        """
+        if previous and (not named or self._sessions is None):
             raise BadRequest(
                 "previous_response_id needs the session that keeps its tokens: send its name as "
                 "X-Session-ID with every request, or send the whole input",
@@ -189,15 +208,24 @@ class ChatFrontend(ApiFrontend):
         if self._sessions is None or not job.add_generation_prompt:
             # Such an output is a part of a message, which no later message repeats as it is.
             return None
-        start = blake2b(
-            msgspec.json.encode([job.variables, job.documents]) + job.tools, digest_size=16
-        ).digest()
-        job_name = frontend.job_of(headers, asked.job)
-        session = self._sessions.begin(caller, job_name, named, start)
-        if previous is not None:
-            previous.check(session.after_answer(previous.name), start)
-        job.follows = session.follows()
-        return session
+        opening = msgspec.json.encode([job.variables, job.documents]) + job.tools
+        start = blake2b(opening, digest_size=16).digest()
+        turn = self._sessions.begin(caller, job_name, named, start)
+        if previous:
+            kept = turn.after_answer(previous)
+            changed = kept.start != start
+            if job.system != b"null":
+                message = {"role": "system", "content": msgspec.json.decode(job.system)}
+                changed |= kept.first != digest_after(start, message)
+            if changed:
+                raise BadRequest(
+                    "previous_response_id: instructions, tools and reasoning are those of that "
+                    "answer's request: send the same, or the whole input",
+                    "previous_response_id",
+                )
+            job.system = b"null"
+        job.follows = turn.follows()
+        return turn
 
 
 def _check(asked: ChatBody, max_completions: int) -> None:
@@ -237,30 +265,6 @@ class _Message(msgspec.Struct, gc=False):
     function_call: None = None
     tool_calls: list[dict[str, object]] | msgspec.UnsetType = msgspec.UNSET
     reasoning: None = None
-
-
-class PreviousAnswer(NamedTuple):
-    """Answer of the same session that a request names instead of the messages up to it.
-
-    opening: system message that the request sends again, None for none.
-    """
-
-    name: str
-    opening: dict[str, object] | None
-
-    def check(self, turn: KeptTurn, start: bytes) -> None:
-        """Raise BadRequest if the request's tools, or its system message, are not those of `turn`;
-        `start` is the digest of the request's own tools.
-        """
-        changed = turn.start != start
-        if self.opening is not None:
-            changed |= turn.first != digest_after(start, self.opening)
-        if changed:
-            raise BadRequest(
-                "previous_response_id: instructions, tools and reasoning are those of that answer's"
-                " request: send the same, or the whole input",
-                "previous_response_id",
-            )
 
 
 class ChatRequest(NamedTuple):
@@ -338,7 +342,8 @@ class ChatAnswer(OpenAIResponse):
         if found.calls:
             message["tool_calls"] = found.calls
         name = self._name if self._samples == 1 else f"{self._name}-{index}"
-        return {"trajectory": self._session.keep(name, stream, message)}
+        place = self._session.keep(name, stream, message)
+        return {} if place is None else {"trajectory": place}
 
     def _finish_reason(self, index: int, stream: TokenStream) -> str | None:
         called = self._tools is not None and self._found[index].calls

@@ -302,6 +302,15 @@ def refuse_unsupported(asked: msgspec.Struct, kind: type[msgspec.Struct]) -> Non
         raise BadRequest(f"rollout replicas do not know {name}: leave it out", name)
 
 
+def refuse_changed(asked: msgspec.Struct, kind: type[msgspec.Struct], *names: str) -> None:
+    """Raise BadRequest if one of these fields of `kind` is not at its default: the answer's form
+    has no place for what it asks for.
+    """
+    for field in structs.fields(kind):
+        if field.name in names and getattr(asked, field.name) not in (None, field.default):
+            raise BadRequest(f"{field.name} is not of this API: leave it out", field.name)
+
+
 @cache
 def _neutral_values(kind: type[msgspec.Struct]) -> tuple[tuple[str, object], ...]:
     own = inspect.get_annotations(kind)

@@ -5,6 +5,7 @@ process of its own (rose/tokenizer_pool/tool_worker.py), when the output is whol
 """
 
 import hashlib
+from collections.abc import Iterable
 
 import msgspec
 
@@ -33,6 +34,20 @@ class ToolChoice(msgspec.Struct, gc=False):
 
 
 _decode = msgspec.json.Decoder(list[_Tool]).decode
+
+
+class FunctionBody(msgspec.Struct, gc=False, omit_defaults=True):
+    """Function of a chat's tool; the schema of its parameters stays the received JSON."""
+
+    name: str
+    description: str | None = None
+    parameters: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def chat_tools(functions: Iterable[FunctionBody]) -> msgspec.Raw:
+    """Return JSON of the field `tools` of a chat that offers these functions."""
+    tools = [{"type": "function", "function": function} for function in functions]
+    return msgspec.Raw(msgspec.json.encode(tools))
 
 
 def checked_tools(

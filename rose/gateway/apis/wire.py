@@ -4,7 +4,7 @@ import asyncio
 import io
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -157,6 +157,11 @@ def error_body(status: int, line: str) -> bytes:
 def event(payload: bytes) -> bytes:
     """Return the payload framed as one server-sent event: `data: ...` and an empty line."""
     return b"data: " + payload + b"\n\n"
+
+
+def typed_event(kind: str, fields: Mapping[str, object]) -> bytes:
+    """Return one server-sent event of this type, which its JSON has too, as `type`."""
+    return b"event: " + kind.encode() + b"\n" + event(encode({"type": kind, **fields}))
 
 
 def beside(

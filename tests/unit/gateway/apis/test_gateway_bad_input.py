@@ -28,7 +28,10 @@ from tests.unit.gateway.wire_cases import (
 )
 
 ABORT, POOLING = "/inference/v1/abort_requests", "/pooling"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 GOOD: dict[str, Any] = {path: body_of(path, 2) for path in (*GENERATE_ROUTES, CHAT)} | {
+    MESSAGES: {**body_of(CHAT, 2), "system": "x", "tools": []},
+    RESPONSES: {"input": body_of(CHAT)["messages"], "max_output_tokens": 2, "session_id": "s"},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [1]},
     ABORT: {"request_ids": ["x"]},
@@ -398,21 +401,25 @@ async def test_half_closed_and_half_sent_requests_cost_nothing() -> None:
             writer.close()
 
 
-# The first two change nothing in vLLM either: names of users, and penalties of beam search. The
-# third says how images are given back, of which there are none.
-IGNORED = {"user", "length_penalty", "mm_payload"}
+# Two change nothing in vLLM either: names of users, and penalties of beam search; so do hints for
+# caches and tiers of service. One says how images are given back, of which there are none.
+IGNORED = {"user", "length_penalty", "mm_payload", "metadata", "prompt_cache_key", "service_tier"}
 
 
 def test_every_field_that_vllm_reads_is_read_or_refused() -> None:
     pytest.importorskip("vllm")
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
-    from rose.gateway.apis import chat, completions
+    from rose.gateway.apis import chat, completions, messages, responses
 
     for theirs, ours in (
         (ChatCompletionRequest, chat.ChatBody),
         (CompletionRequest, completions._CompletionBody),
+        (AnthropicMessagesRequest, messages._MessagesBody),
+        (ResponsesRequest, responses._ResponsesBody),
     ):
         unread = set(theirs.model_fields) - set(ours.__struct_fields__) - IGNORED
         assert not unread, f"{theirs.__name__}: dropped in silence"

@@ -115,6 +115,12 @@ async def test_a_stop_string_ends_the_turn_upstream_too(texty: Any) -> None:
     assert "".join(c["choices"][0]["text"] for c in payloads(events)) == "BC"
     assert included["choices"][0]["text"] == "BCDE"
     await until(lambda: replica.live == 0)
+    # Events that come one by one, as a replica's do, repeat nothing when the stop string is whole.
+    replica.delay_s = 0.02
+    del body["include_stop_str_in_output"]
+    _, events = await stream(session, COMPLETIONS, body)
+    replica.delay_s = 0.0
+    assert "".join(c["choices"][0]["text"] for c in payloads(events)) == "BC"
 
 
 async def test_text_never_splits_a_character(texty: Any) -> None:

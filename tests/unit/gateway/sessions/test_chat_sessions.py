@@ -3,22 +3,18 @@
 import asyncio
 import json
 from array import array
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from rose.client import BlockingRolloutClient, GatewayUnavailable, RolloutClient
 from rose.errors import ConfigError
-from rose.gateway import Gateway
 from rose.gateway.sessions import FORKED, NOT_KEPT, KeptSessions, KeptTurn
 from rose.gateway.settings import parse_settings
 from rose.security.callers import ANYBODY, Caller
 from rose.tokenizer_pool.conversation import TemplateError, digest_after
 from rose.tokenizer_pool.worker import Chat, Done, Follows, Setup, TextService, unpacked
-from tests.fakes.replica import StandInReplica
 from tests.fakes.tool_parser import TOOLS, WROTE
 from tests.harness.tokenizer_kinds import byte_level, ids_of
 from tests.unit.gateway.gateway_cases import base_url, failing_over
@@ -26,8 +22,6 @@ from tests.unit.gateway.sessions.session_cases import (
     EOS,
     SESSION,
     prompt_text,
-    save_session_tokenizer,
-    sessions_served,
     trajectories,
     writes,
 )
@@ -35,23 +29,6 @@ from tests.unit.gateway.wire_cases import CHAT, ask, payloads, stream
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 USER = {"role": "user", "content": "go"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_session_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def serving_all(tokenizer: Path) -> AsyncIterator[tuple[StandInReplica, Gateway, Any]]:
-    async with sessions_served(tokenizer) as served:
-        yield served
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def served(serving_all: Any) -> AsyncIterator[tuple[StandInReplica, Gateway, Any]]:
-    yield serving_all
-    await ask(serving_all[2], "/finish_session", {"session_id": "s"})
 
 
 async def said(session: Any, messages: list[Any], **fields: Any) -> Any:
