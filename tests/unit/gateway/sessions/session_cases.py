@@ -33,10 +33,10 @@ def save_session_tokenizer(folder: Path) -> Path:
 
 @asynccontextmanager
 async def sessions_served(
-    tokenizer: Path, **settings: Any
+    tokenizer: Path, replica: StandInReplica | None = None, **settings: Any
 ) -> AsyncIterator[tuple[StandInReplica, Gateway, Any]]:
     limits = {"tokenizer": tokenizer, "max_model_len": 2_000, "text_timeout_s": 30.0, **settings}
-    replica = StandInReplica(version=3)
+    replica = replica or StandInReplica(version=3)
     async with serving(replica, "own-0", **limits) as (replica, gw, session):
         assert gw._codec is not None
         gw._codec._tool_pool = in_process(tokenizer)
