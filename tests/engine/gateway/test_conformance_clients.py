@@ -35,6 +35,7 @@ MODEL = "policy"
 PROMPT = [(7 * k + 3) % VOCABULARY for k in range(40)]
 TOKENS = 24
 CHAT = [{"role": "user", "content": "Hello"}]
+EXTRA = {"ignore_eos": True, "temperature": 0.0}
 
 
 @dataclass
@@ -358,3 +359,42 @@ async def test_rose_client_without_a_loop(stage: ConformanceStage) -> None:
             return [t for chunk in client.stream(PROMPT, greedy) for t in chunk.token_ids]
 
     assert await asyncio.to_thread(use) == stage.tokens
+
+
+async def test_anthropics_and_openais_agent_apis_go_on_from_the_sampled_tokens(
+    stage: ConformanceStage, sdk: openai.AsyncOpenAI
+) -> None:
+    """One session over both APIs: each answer is what the replica samples after the kept tokens."""
+    anthropic = pytest.importorskip("anthropic", reason="anthropic is not installed")
+    session = {"X-Session-ID": "agent"}
+    async with anthropic.AsyncAnthropic(
+        base_url=stage.url, api_key="-", max_retries=0, default_headers=session
+    ) as client:
+        first = await client.messages.create(
+            model=MODEL, max_tokens=TOKENS, messages=CHAT, extra_body=EXTRA
+        )
+        said = [*CHAT, {"role": "assistant", "content": first.content[0].model_dump()["text"]}]
+        async with client.messages.stream(
+            model=MODEL, max_tokens=TOKENS, messages=[*said, *CHAT], extra_body=EXTRA
+        ) as events:
+            second = await events.get_final_message()
+    third = await sdk.responses.create(
+        model=MODEL,
+        max_output_tokens=TOKENS,
+        previous_response_id=second.id,
+        input="Hello",
+        extra_headers=session,
+        extra_body=EXTRA,
+    )
+    assert third.model_extra is not None
+    assert third.model_extra["trajectory"]["turn"] == 2
+    async with RolloutClient(stage.url) as client:
+        (found,) = await client.trajectories("agent")
+        for turn in found.turns:
+            sampling = Sampling(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+            alone = await client.generate(found.token_ids[: turn.start], sampling)
+            assert found.token_ids[turn.start : turn.end] == alone.token_ids
+            assert found.logprobs[turn.start : turn.end] == pytest.approx(alone.logprobs, abs=1e-3)
+    assert [turn.end - turn.start for turn in found.turns] == [TOKENS] * 3
+    assert sum(found.loss_mask) == 3 * TOKENS
+    assert {span.version for span in found.versions} == {0}
