@@ -21,7 +21,7 @@ from rose.gateway.apis.chat import (
     ReasoningEffort,
 )
 from rose.gateway.apis.frontend import NOTHING, ApiRequest
-from rose.gateway.apis.tools import FOUND, FoundTools, FunctionBody, ToolChoice, chat_tools
+from rose.gateway.apis.tools import FOUND, FoundTools, ToolChoice, chat_tools
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.turns.token_stream import TokenStream
 from rose.security.callers import ANYBODY, Caller
@@ -39,13 +39,6 @@ ERRORS = {
     504: "timeout_error",
 }
 STOPPED = {"length": "max_tokens", FOUND: "tool_use", "stop": "end_turn"}
-
-
-class _AnthropicTool(msgspec.Struct, gc=False):
-    name: str
-    description: str | None = None
-    input_schema: msgspec.Raw = NOTHING
-    type: str | None = None
 
 
 class _Thinking(msgspec.Struct, gc=False):
@@ -92,7 +85,6 @@ class _MessagesBody(_MessagesUnsupported, gc=False, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(_MessagesBody)
-_decode_tools = msgspec.json.Decoder(list[_AnthropicTool] | None)
 
 
 class MessagesFrontend(ChatFrontend):
@@ -131,9 +123,7 @@ def _chat_of(body: bytes) -> tuple[_MessagesBody, ChatForm]:
     frontend.refuse_unsupported(asked, _MessagesUnsupported)
     frontend.refuse_changed(asked, ChatBody, *NO_PLACE)
     asked.stop = [*frontend.stops_of(asked.stop), *(asked.stop_sequences or ())]
-    tools = frontend.read_json(_decode_tools, bytes(asked.tools))
-    if tools is not None:
-        asked.tools = chat_tools(map(_function, tools))
+    asked.tools = chat_tools(asked.tools, "custom", "input_schema")
     choice = asked.tool_choice
     if isinstance(choice, _AnthropicChoice):
         asked.tool_choice = choice.type if choice.type in ("auto", "none") else "required"
@@ -141,16 +131,6 @@ def _chat_of(body: bytes) -> tuple[_MessagesBody, ChatForm]:
             asked.parallel_tool_calls = False
     _set_thinking(asked)
     return asked, ChatForm(MESSAGES, bytes(asked.system))
-
-
-def _function(tool: _AnthropicTool) -> FunctionBody:
-    if tool.type not in (None, "custom"):
-        raise BadRequest(
-            f"tools: {tool.type[:80]} is run by Anthropic's servers: offer tools with an"
-            " input_schema",
-            "tools",
-        )
-    return FunctionBody(tool.name, tool.description, tool.input_schema)
 
 
 def _set_thinking(asked: _MessagesBody) -> None:

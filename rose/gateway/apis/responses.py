@@ -24,7 +24,7 @@ from rose.gateway.apis.chat import (
     ReasoningEffort,
 )
 from rose.gateway.apis.frontend import NOTHING, ApiRequest
-from rose.gateway.apis.tools import FoundTools, FunctionBody, chat_tools
+from rose.gateway.apis.tools import FoundTools, chat_tools
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
@@ -33,13 +33,6 @@ from rose.tokenizer_pool.forms import RESPONSES
 
 # No answer has reasoning items, so nothing of them is left out.
 KNOWN_INCLUDES = {"reasoning.encrypted_content"}
-
-
-class _ResponsesTool(msgspec.Struct, gc=False):
-    type: str
-    name: str = ""
-    description: str | None = None
-    parameters: msgspec.Raw = NOTHING
 
 
 class _TextFormat(msgspec.Struct, gc=False):
@@ -83,7 +76,6 @@ class _ResponsesBody(_ResponsesUnsupported, gc=False, kw_only=True):
 
 
 _decoder = msgspec.json.Decoder(_ResponsesBody)
-_decode_tools = msgspec.json.Decoder(list[_ResponsesTool] | None)
 
 
 class ResponsesFrontend(ChatFrontend):
@@ -119,10 +111,7 @@ def _make_chat(asked: _ResponsesBody) -> None:
     for name in asked.include or ():
         if name not in KNOWN_INCLUDES:
             raise BadRequest(f"include: answers have no {name[:80]}: leave it out", "include")
-    tools = frontend.read_json(_decode_tools, bytes(asked.tools))
-    asked.tools = chat_tools(map(_function, tools)) if tools else NOTHING
-    if not tools and asked.tool_choice == "auto":
-        asked.tool_choice = None
+    asked.tools = chat_tools(asked.tools, "function", "parameters")
     if asked.reasoning is not None:
         asked.reasoning_effort = asked.reasoning.effort or asked.reasoning_effort
     if asked.text is None:
@@ -133,14 +122,6 @@ def _make_chat(asked: _ResponsesBody) -> None:
     if form is not None and form.type != "text":
         schema = {"name": form.name, "schema": form.schema}
         asked.response_format = msgspec.Raw(wire.encode({"type": form.type, "json_schema": schema}))
-
-
-def _function(tool: _ResponsesTool) -> FunctionBody:
-    if tool.type != "function":
-        raise BadRequest(
-            f"tools: {tool.type[:80]} is run by OpenAI's servers: offer functions", "tools"
-        )
-    return FunctionBody(tool.name, tool.description, tool.parameters)
 
 
 class ResponsesAnswer(ChatAnswer):
@@ -164,14 +145,10 @@ class ResponsesAnswer(ChatAnswer):
             "metadata": asked.metadata,
             "parallel_tool_calls": True,
             "previous_response_id": asked.previous_response_id,
-            "reasoning": {"effort": asked.reasoning_effort, "summary": None},
-            "store": asked.store,
             "temperature": asked.temperature,
-            "text": asked.text or _Text(_TextFormat()),
             "tool_choice": asked.tool_choice or "auto",
-            "tools": shown_tools if asked.tools is not NOTHING else [],
+            "tools": [] if bytes(shown_tools) == b"null" else shown_tools,
             "top_p": asked.top_p,
-            "truncation": "disabled",
         }
 
     def choice(self, index: int, stream: TokenStream) -> dict[str, object]:
@@ -191,7 +168,7 @@ class ResponsesAnswer(ChatAnswer):
         events = []
         if self._tools is None:
             text = wire.text_between(stream, start, end, over)
-            events.append(self._text_event("delta", delta=text, logprobs=[]))
+            events.append(self._text_event("output_text.delta", delta=text, logprobs=[]))
         if over:
             response = self._finished(index, stream)
             events += self._items_end(self._output(index, stream))
@@ -206,16 +183,12 @@ class ResponsesAnswer(ChatAnswer):
 
     def _text_event(self, kind: str, **fields: object) -> bytes:
         place = {"item_id": self._item_id(), "output_index": 0, "content_index": 0}
-        return self._event(f"response.output_text.{kind}", **place, **fields)
+        return self._event(f"response.{kind}", **place, **fields)
 
     def _text_begins(self) -> bytes:
         item = {**_message(self._item_id(), "in_progress"), "content": []}
         added = self._event("response.output_item.added", output_index=0, item=item)
-        return added + self._content_part("added", "")
-
-    def _content_part(self, kind: str, text: str) -> bytes:
-        place = {"item_id": self._item_id(), "output_index": 0, "content_index": 0}
-        return self._event(f"response.content_part.{kind}", **place, part=_text_part(text))
+        return added + self._text_event("content_part.added", part=_text_part(""))
 
     def _items_end(self, output: FoundTools) -> Iterator[bytes]:
         """Yield the last events of a stream's items; of calls, and of text beside them, all."""
@@ -223,9 +196,9 @@ class ResponsesAnswer(ChatAnswer):
             if item["type"] == "message":
                 if self._tools is not None:
                     yield self._text_begins()
-                    yield self._text_event("delta", delta=output.content, logprobs=[])
-                yield self._text_event("done", text=output.content, logprobs=[])
-                yield self._content_part("done", output.content or "")
+                    yield self._text_event("output_text.delta", delta=output.content, logprobs=[])
+                yield self._text_event("output_text.done", text=output.content, logprobs=[])
+                yield self._text_event("content_part.done", part=item["content"][0])
             else:
                 begun = {**item, "arguments": "", "status": "in_progress"}
                 yield self._event("response.output_item.added", output_index=at, item=begun)

@@ -5,10 +5,10 @@ process of its own (rose/tokenizer_pool/tool_worker.py), when the output is whol
 """
 
 import hashlib
-from collections.abc import Iterable
 
 import msgspec
 
+from rose.gateway.apis.frontend import NOTHING, read_json
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
@@ -36,18 +36,32 @@ class ToolChoice(msgspec.Struct, gc=False):
 _decode = msgspec.json.Decoder(list[_Tool]).decode
 
 
-class FunctionBody(msgspec.Struct, gc=False, omit_defaults=True):
-    """Function of a chat's tool; the schema of its parameters stays the received JSON."""
-
-    name: str
+class _OfferedTool(msgspec.Struct, gc=False):
+    name: str = ""
+    type: str | None = None
     description: str | None = None
-    parameters: msgspec.Raw = msgspec.Raw(b"null")
+    input_schema: msgspec.Raw = NOTHING
+    parameters: msgspec.Raw = NOTHING
 
 
-def chat_tools(functions: Iterable[FunctionBody]) -> msgspec.Raw:
-    """Return JSON of the field `tools` of a chat that offers these functions."""
-    tools = [{"type": "function", "function": function} for function in functions]
-    return msgspec.Raw(msgspec.json.encode(tools))
+_decode_offered = msgspec.json.Decoder(list[_OfferedTool] | None)
+
+
+def chat_tools(tools: msgspec.Raw, kind: str | None, schema: str) -> msgspec.Raw:
+    """Return JSON of a chat's tools from those of another API, `null` for none. Raises BadRequest
+    for tools that its provider runs.
+
+    kind: type of a function there, which may be left out. schema: field with its parameters.
+    """
+    offered = read_json(_decode_offered, bytes(tools))
+    found = []
+    for tool in offered or ():
+        if tool.type not in (None, kind):
+            raise BadRequest(f"tools: {tool.type[:80]} is run by its provider alone", "tools")
+        function = {"name": tool.name, "parameters": getattr(tool, schema)}
+        described = {} if tool.description is None else {"description": tool.description}
+        found.append({"type": "function", "function": function | described})
+    return msgspec.Raw(msgspec.json.encode(found or None))
 
 
 def checked_tools(
