@@ -439,21 +439,24 @@ def _continued(
     """
     bare = {"role": "assistant", "content": ANSWER_TAG}
     calls = after.get("tool_calls")
-    said = {**bare, "tool_calls": calls} if calls else bare
     try:
-        whole = text_of([OPENING, said, *new])
-        ended = text_of([OPENING, said], add_generation_prompt=False) if calls else ""
-        closed = text_of([OPENING, bare], add_generation_prompt=False) if calls else ""
+        if not calls:
+            return _after_tag(text_of([OPENING, bare, *new]))
+        closing = _after_tag(text_of([OPENING, bare], add_generation_prompt=False)) or ""
+        # Some templates show a message with calls and without text in another order.
+        for content in (ANSWER_TAG, "")[: 1 if after.get("content") else 2]:
+            said = {**bare, "content": content, "tool_calls": calls}
+            ended = text_of([OPENING, said], add_generation_prompt=False)
+            whole = text_of([OPENING, said, *new])
+            # A template may leave out the text beside calls, and the tag with it.
+            ended, whole = (_after_tag(text) or text for text in (ended, whole))
+            # Results of calls may stand before what closes the message.
+            shown = ended.removesuffix(closing)
+            if whole.startswith(shown):
+                return whole[len(shown) :]
     except jinja2.TemplateError:
         return None
-    if not calls:
-        return _after_tag(whole)
-    closing = _after_tag(closed)
-    # A template may leave out the text beside calls, and the tag with it.
-    ended, whole = (_after_tag(text) or text for text in (ended, whole))
-    if closing is None or not whole.startswith(ended):
-        return None
-    return closing + whole[len(ended) :]
+    return None
 
 
 def _after_tag(text: str) -> str | None:

@@ -247,7 +247,11 @@ async def test_a_template_that_ties_messages_together_is_rendered_whole() -> Non
     assert found.kept
     for template, new, answer in (
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", [USER], said),
-        (loop + "{{ m.content }}{{ loop.length }}{% endfor %}", [USER], called),
+        (
+            loop + "{{ m.content }}{{ loop.length if m.tool_calls }};{% endfor %}",
+            [USER],
+            called,
+        ),
         (loop + "{{ raise_exception('') if m.content == '.' }}{% endfor %}", [USER], said),
         (plain, [{"role": "developer", "content": "x"}], said),
     ):
@@ -256,5 +260,14 @@ async def test_a_template_that_ties_messages_together_is_rendered_whole() -> Non
         loop + "{{ m.content }}{% if m.tool_calls %}!{% endif %};{% endfor %}", [USER], called
     )
     assert unpacked(found.token_ids[0]) == ids_of(";go;")
+    # A message with calls is closed by something else, or after the results of its calls.
+    ends = "{{ m.content }}{{ '!' if m.tool_calls else ';' }}{% endfor %}"
+    assert unpacked(follows(loop + ends, [USER], called).token_ids[0]) == ids_of("go;")
+    results = "{% if not loop.last and loop.nextitem.role == 'tool' %}{% else %};{% endif %}"
+    tool = {"role": "tool", "content": "49"}
+    template = loop + "{{ m.content }}" + results + "{% endfor %}"
+    for content in ("a", ""):
+        found = follows(template, [tool], {**called, "content": content})
+        assert unpacked(found.token_ids[0]) == ids_of("49;")
     with pytest.raises(TemplateError):
         digest_after(b"", {"role": 1})
