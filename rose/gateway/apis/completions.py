@@ -118,6 +118,8 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
         fields = structs.asdict(self)
         fields["max_tokens"] = max_tokens
         fields["logprobs"] = most
+        if not self.routed_experts:
+            fields["routed_experts_prompt_start"] = None
         fields["stop_token_ids"] = self.stop_token_ids or None
         fields["structured_outputs"] = structured_of(
             self.structured_outputs, self.response_format, guided

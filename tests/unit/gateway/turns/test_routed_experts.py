@@ -79,11 +79,13 @@ async def test_a_turn_that_does_not_ask_has_none() -> None:
     async with serving() as (replica, _, session):
         body = vllm_body(3, sampling={"routed_experts_prompt_start": 0})
         _, answer, _ = await ask(session, VLLM, body)
+        _, plain, _ = await ask(session, COMPLETIONS, body_of(COMPLETIONS))
         _, completed, _ = await ask(
             session, COMPLETIONS, {**body_of(COMPLETIONS), "routed_experts": True}
         )
-    assert answer["choices"][0]["routed_experts"] is None
-    assert replica.requests[0]["sampling"]["routed_experts_prompt_start"] is None
+    for without, request in zip((answer, plain), replica.requests, strict=False):
+        assert without["choices"][0]["routed_experts"] is None
+        assert request["sampling"]["routed_experts_prompt_start"] is None
     assert read(completed["choices"][0]["routed_experts"]).shape == (4, 2, 3)
 
 
