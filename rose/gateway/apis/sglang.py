@@ -62,11 +62,11 @@ class _SglangSamplingBody(_SglangUnsupportedSampling, gc=False):
 
     def sampling(self, most: int) -> Sampling:
         greedy = self.temperature is not None and 0 <= self.temperature < GREEDY_BELOW
-        most = DEFAULT_MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
+        tokens = DEFAULT_MAX_NEW_TOKENS if self.max_new_tokens is None else self.max_new_tokens
         own: dict[str, object] = {
             "temperature": 0.0 if greedy else self.temperature,
             "top_k": max(0, self.top_k or 0),
-            "max_tokens": most,
+            "max_tokens": tokens,
             "min_tokens": self.min_new_tokens,
             "stop_token_ids": self.stop_token_ids or None,
             "seed": self.sampling_seed,

@@ -16,7 +16,16 @@ from tests.fakes.replica import StandInReplica, top_row
 from tests.harness.tokenizer_kinds import save_byte_tokenizer
 from tests.unit.gateway.gateway_cases import base_url, calling, entry, failing_over, serving
 from tests.unit.gateway.hedged_cases import COUNT, TOKENS, hedged_case, segments_of
-from tests.unit.gateway.wire_cases import CHAT, COMPLETIONS, SGLANG, VLLM, ask, body_of, vllm_body
+from tests.unit.gateway.wire_cases import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE_ROUTES,
+    SGLANG,
+    VLLM,
+    ask,
+    body_of,
+    vllm_body,
+)
 
 MOST = 256
 
@@ -53,9 +62,11 @@ async def test_they_are_joined_over_replicas(fault: str, stream: bool) -> None:
 
 
 async def test_a_turn_that_does_not_ask_has_none() -> None:
-    async with serving() as (replica, gateway, _):
+    async with serving() as (replica, gateway, session):
         assert (await a_turn(gateway, most=0)).top_logprobs is None
-    assert replica.requests[0]["sampling"]["logprobs"] == 0
+        for path in GENERATE_ROUTES:
+            await ask(session, path, body_of(path))
+    assert [each["sampling"]["logprobs"] for each in replica.requests] == [0] * 4
 
 
 async def test_the_copy_that_wins_has_one_row_for_each_token() -> None:
@@ -115,9 +126,9 @@ async def test_completions_and_sglangs_json_have_them() -> None:
         ["token_id:102", "token_id:103"],
     ]
     more = {"return_logprob": True, "top_logprobs_num": 2}
-    _, answer = await in_json(SGLANG, {**body_of(SGLANG, 2), **more})
+    _, answer = await in_json(SGLANG, {**body_of(SGLANG, 3), **more})
     top = answer["meta_info"]["output_top_logprobs"]
-    assert [[each[1] for each in place] for place in top] == [[101, 102], [102, 103]]
+    assert [[each[1] for each in place] for place in top] == [[101, 102], [102, 103], [103, 104]]
 
 
 @pytest.mark.parametrize("engine", [StandInVllm, StandInSglang, None])
