@@ -118,8 +118,6 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
         fields = structs.asdict(self)
         fields["max_tokens"] = max_tokens
         fields["logprobs"] = most
-        if not self.routed_experts:
-            fields["routed_experts_prompt_start"] = None
         fields["stop_token_ids"] = self.stop_token_ids or None
         fields["structured_outputs"] = structured_of(
             self.structured_outputs, self.response_format, guided
@@ -241,10 +239,7 @@ class CompletionFrontend(ApiFrontend):
         max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
         for prompt in prompts:
             self._model.check_length(len(prompt), max_tokens)
-        sampling, text = (
-            asked.sampling(max_tokens, most),
-            asked.text_plan(self._model),
-        )
+        sampling, text = asked.sampling(max_tokens, most), asked.text_plan(self._model)
         name = frontend.request_id_of(headers, asked.request_id)
         turns = frontend.turns_of(
             asked, headers, name, prompts, sampling, samples=asked.samples, text=text

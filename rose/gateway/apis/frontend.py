@@ -148,12 +148,12 @@ def turns_of(
     each turn; and True if the caller chose it. Raises BadRequest for fields that no turn can have.
     """
     count = len(prompts) * samples
-    if asked.routed_experts:
-        start = sampling.routed_experts_prompt_start or 0
-        if start and start >= min(map(len, prompts)):
-            raise BadRequest(
-                "routed_experts_prompt_start: below the prompt's length", "routed_experts"
-            )
+    given_start = sampling.routed_experts_prompt_start
+    # vLLM's APIs may have a start without asking for experts.
+    start = (given_start or 0) if asked.routed_experts else None
+    if start and start >= min(map(len, prompts)):
+        raise BadRequest("routed_experts_prompt_start: below the prompt's length", "routed_experts")
+    if start != given_start:
         sampling = structs.replace(sampling, routed_experts_prompt_start=start)
     given, named = name
     several = [f"{given}-{k}" for k in range(count)] if count > 1 else [str(given)]

@@ -63,13 +63,10 @@ class _VllmSamplingBody(_VllmUnsupportedSampling, gc=False):
     skip_reading_prefix_cache: msgspec.Raw = NOTHING
     routed_experts_prompt_start: int | None = None
 
-    def sampling(self, max_tokens: int, most: int, routes: bool) -> Sampling:
+    def sampling(self, max_tokens: int, most: int) -> Sampling:
         structured = structured_of(self.structured_outputs, NOTHING)
         own = {"max_tokens": max_tokens, "structured_outputs": structured, "logprobs": most}
-        fields = {**structs.asdict(self), **own}
-        if not routes:
-            fields["routed_experts_prompt_start"] = None
-        return sampling_of(fields)
+        return sampling_of({**structs.asdict(self), **own})
 
 
 class _VllmUnsupported(GenerateFields, gc=False, kw_only=True):
@@ -112,8 +109,7 @@ class VllmFrontend(ApiFrontend):
         frontend.check_samples(samples, self._max_completions, params.temperature)
         self._model.check_length(len(prompt))
         name = frontend.request_id_of(headers, asked.request_id)
-        budget = self._model.budget(len(prompt), params.max_tokens)
-        sampling = params.sampling(budget, most, bool(asked.routed_experts))
+        sampling = params.sampling(self._model.budget(len(prompt), params.max_tokens), most)
         turns = frontend.turns_of(asked, headers, name, [prompt], sampling, samples=samples)
         return frontend.request_of(
             asked, headers, turns, VllmAnswer(name[0], self._model.name, asked, most)
