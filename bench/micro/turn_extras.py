@@ -11,7 +11,6 @@ round's plain turn, of one token in all four places together.
 
 import asyncio
 import os
-import struct
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import msgspec
 from bench.common.report import parser_of, put_judged
 from elastic_scheduler import End, TurnJournal
 from rose.client.wire import decode_turn
-from rose.contract.replica import RoutedExperts, StreamLine
+from rose.contract.replica import RoutedExperts, StreamLine, top_rows
 from rose.gateway.apis.vllm import VllmFrontend
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import ROUTED_EXPERTS, TOP_LOGPROBS, TokenStream
@@ -43,7 +42,7 @@ _decode = msgspec.json.Decoder(StreamLine).decode
 
 def lines_of(most: int, routes: bool, tokens: int) -> list[StreamLine]:
     """Return a turn's lines, of a token each, with the data that it asks for."""
-    top = struct.pack(f"<{most}i{most}f", *range(most), *[-1.5 - k / 7 for k in range(most)])
+    top = top_rows(most).pack(*range(most), *[-1.5 - k / 7 for k in range(most)])
     experts = RoutedExperts(LAYERS, CHOICES, 1, os.urandom(LAYERS * CHOICES))
     return [
         StreamLine(

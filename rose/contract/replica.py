@@ -9,7 +9,9 @@ state             ──► ReplicaState
 weights/…         contract/weights.py: gateways and clients do not load it, and start sooner
 """
 
+import struct
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Final, Self
 
 from msgspec import Meta, Struct, structs
@@ -157,9 +159,15 @@ MOST_LOGPROBS: Final = 1_024
 """Most likely tokens whose logprobs a turn may request, at each token."""
 
 
+@cache
+def top_rows(most: int) -> struct.Struct:
+    """Return the packing of `most` ids and logprobs, as `StreamLine.top_logprobs` has them."""
+    return struct.Struct(f"<{most}i{most}f")
+
+
 def top_row_bytes(most: int) -> int:
     """Return the bytes of the `most` most likely tokens at one output token."""
-    return 8 * most
+    return top_rows(most).size
 
 
 class RoutedExperts(Struct, frozen=True, gc=False, array_like=True):

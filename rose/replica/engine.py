@@ -8,9 +8,7 @@ leases, weight updates, warm-up, is the same for both, and so is what a request 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from struct import Struct
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -189,12 +187,6 @@ def check_most(sampling: Sampling, vocabulary: int) -> None:
             raise RequestRefusedError(
                 BAD_REQUEST, f"{name}: {most} is above the vocabulary's {vocabulary} tokens"
             )
-
-
-@cache
-def top_rows(most: int) -> Struct:
-    """Return the packing of `most` ids and logprobs, as `StreamLine.top_logprobs` has them."""
-    return Struct(f"<{most}i{most}f")
 
 
 def rows_between(routes: RoutedExperts, start: int, end: int) -> RoutedExperts:

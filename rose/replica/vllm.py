@@ -43,6 +43,7 @@ from rose.contract.replica import (
     Sampling,
     StreamLine,
     StructuredOutputs,
+    top_rows,
 )
 from rose.replica.engine import (
     BAD_REQUEST,
@@ -53,7 +54,6 @@ from rose.replica.engine import (
     WarmUpSizes,
     check_most,
     model_ends,
-    top_rows,
 )
 from rose.replica.token_versions import UNNAMED, KvStaleness, Start, split_spans
 from rose.tracing import TraceContext

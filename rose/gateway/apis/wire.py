@@ -3,12 +3,12 @@
 import asyncio
 import io
 import math
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from rose.contract.gateway import GatewayFault, GatewayRefusal
+from rose.contract.replica import top_rows
 from rose.gateway.errors import BadRequest, NoReplica, TurnError
 from rose.gateway.turns.token_stream import TokenStream
 
@@ -184,7 +184,7 @@ def most_likely(
     """Yield (token id, logprob) of the `most` most likely tokens at each of the tokens
     [start, end).
     """
-    for row in struct.iter_unpack(f"<{most}i{most}f", stream.top_logprobs(start, end, most)):
+    for row in top_rows(most).iter_unpack(stream.top_logprobs(start, end, most)):
         yield [*zip(row[:most], finite(row[most:]), strict=True)]
 
 

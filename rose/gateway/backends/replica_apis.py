@@ -12,7 +12,6 @@ sglang  `POST /generate`, streamed. By default each event repeats the whole outp
         apart.
 """
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -29,6 +28,7 @@ from rose.contract.replica import (
     Sampling,
     StreamLine,
     StructuredOutputs,
+    top_rows,
 )
 from rose.errors import RoseError
 from rose.gateway.errors import BadRequest
@@ -261,14 +261,10 @@ def _vllm_rows(tops: Sequence[dict[str, Logprob | None] | None], most: int) -> I
     least likely if it is not among them.
     """
     for place in tops:
-        pairs = (
-            [
-                (_number(logprob), int(name.removeprefix(ID_PREFIX)))
-                for name, logprob in place.items()
-            ]
-            if place
-            else []
-        )
+        pairs = [
+            (_number(logprob), int(name.removeprefix(ID_PREFIX)))
+            for name, logprob in (place or {}).items()
+        ]
         yield _row(sorted(pairs, reverse=True), most)
 
 
@@ -277,7 +273,7 @@ def _row(pairs: Sequence[tuple[float, int]], most: int) -> bytes:
     if len(pairs) < most:
         raise BackendError(f"a token came with logprobs of {len(pairs)} tokens, not of {most}")
     kept = pairs[:most]
-    return struct.pack(f"<{most}i{most}f", *[pair[1] for pair in kept], *[pair[0] for pair in kept])
+    return top_rows(most).pack(*[pair[1] for pair in kept], *[pair[0] for pair in kept])
 
 
 def _number(logprob: float | None) -> float:

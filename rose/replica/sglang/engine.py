@@ -25,6 +25,7 @@ from rose.contract.replica import (
     Sampling,
     StreamLine,
     StructuredOutputs,
+    top_rows,
 )
 from rose.replica.engine import (
     BAD_REQUEST,
@@ -35,7 +36,6 @@ from rose.replica.engine import (
     WarmUpSizes,
     check_most,
     model_ends,
-    top_rows,
 )
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
 from rose.tracing import TraceContext
