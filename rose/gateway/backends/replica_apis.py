@@ -261,10 +261,7 @@ def _vllm_rows(tops: Sequence[dict[str, Logprob | None] | None], most: int) -> I
     least likely if it is not among them.
     """
     for place in tops:
-        pairs = [
-            (_number(logprob), int(name.removeprefix(ID_PREFIX)))
-            for name, logprob in (place or {}).items()
-        ]
+        pairs = [(_number(logprob), _token_id(name)) for name, logprob in (place or {}).items()]
         yield _row(sorted(pairs, reverse=True), most)
 
 
@@ -274,6 +271,15 @@ def _row(pairs: Sequence[tuple[float, int]], most: int) -> bytes:
         raise BackendError(f"a token came with logprobs of {len(pairs)} tokens, not of {most}")
     kept = pairs[:most]
     return top_rows(most).pack(*[pair[1] for pair in kept], *[pair[0] for pair in kept])
+
+
+def _token_id(name: str) -> int:
+    number = name.removeprefix(ID_PREFIX)
+    # Not more digits than the bound of SampledId has.
+    found = int(number) if number.isascii() and number.isdecimal() and len(number) <= 10 else -1
+    if not 0 <= found < 1 << 31:
+        raise BackendError(f"a likely token is called {name[:80]!r}, which is no token's id")
+    return found
 
 
 def _number(logprob: float | None) -> float:
@@ -292,7 +298,7 @@ class _SglangFinish(msgspec.Struct, gc=False):
 class _SglangMeta(msgspec.Struct, gc=False):
     completion_tokens: int = 0
     output_token_logprobs: list[tuple[Logprob | None, int, object]] = []
-    output_top_logprobs: list[list[tuple[Logprob | None, int, object]] | None] | None = None
+    output_top_logprobs: list[list[tuple[Logprob | None, SampledId, object]] | None] | None = None
     finish_reason: _SglangFinish | None = None
 
 

@@ -1,9 +1,11 @@
 """Logprobs of the most likely tokens: with each token once, wherever its replicas end."""
 
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from standin_engines import StandInSglang, StandInVllm
@@ -11,6 +13,8 @@ from test_attached_engines import attached
 
 from elastic_scheduler import TurnJournal
 from rose.client import RolloutClient, Sampling
+from rose.gateway.backends.replica_apis import LINKS, BackendError
+from rose.gateway.replicas.table import ReplicaApi
 from rose.gateway.turns.token_stream import TOP_LOGPROBS, TokenStream
 from tests.fakes.replica import StandInReplica, top_row
 from tests.harness.tokenizer_kinds import save_byte_tokenizer
@@ -153,3 +157,33 @@ def test_kept_answers_count_their_bytes() -> None:
     plain = TokenStream(journal.fork()).size_bytes
     journal.append(1, [5], [-0.5], 0, columns={TOP_LOGPROBS: rows_of([5])})
     assert TokenStream(journal).size_bytes > plain + 8 * MOST
+
+
+def _vllm(name: str) -> bytes:
+    top = {name: -0.5, "token_id:5": -1.0}
+    logprobs = {"token_logprobs": [-0.5], "top_logprobs": [top]}
+    return json.dumps({"choices": [{"token_ids": [5], "logprobs": logprobs}]}).encode()
+
+
+def _sglang(token: int) -> bytes:
+    meta: dict[str, Any] = {"completion_tokens": 1, "output_token_logprobs": [[-0.5, 5, None]]}
+    meta["output_top_logprobs"] = [[[-0.5, token, None], [-1.0, 5, None]]]
+    return json.dumps({"output_ids": [5], "meta_info": meta}).encode()
+
+
+@pytest.mark.parametrize(
+    ("api", "data"),
+    [
+        (ReplicaApi.VLLM, _vllm("Hello")),
+        (ReplicaApi.VLLM, _vllm("token_id:")),
+        (ReplicaApi.VLLM, _vllm("token_id:2147483648")),
+        (ReplicaApi.SGLANG, _sglang(-1)),
+        (ReplicaApi.SGLANG, _sglang(1 << 31)),
+    ],
+)
+def test_an_engine_that_names_no_token_breaks_its_attempt_alone(
+    api: ReplicaApi, data: bytes
+) -> None:
+    reader = LINKS[api].reader(2)
+    with pytest.raises((BackendError, msgspec.ValidationError)):
+        reader.feed(b"data: " + data + b"\n\n")
