@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,27 +18,27 @@ STALENESS = 9
 
 
 class Training:
-    """Versions of one job, one after the other, for as long as turns are made."""
+    """Versions of one job, one after the other, as turns are made, until it is told to end."""
 
     def __init__(self, publisher: WeightPublisher, turns: CountedTurns) -> None:
         self.version = 0
+        self.ends = False
         self._publisher = publisher
         self._turns = turns
 
     async def run(self) -> None:
-        while True:
+        while not self.ends:
             await self._turns.more(IN_FLIGHT)
-            await self.step()
-
-    async def step(self) -> None:
-        new = self.version + 1
-        await self._publisher.publish(new, self.version, tensors(self.version), tensors(new))
-        self.version = new
+            new = self.version + 1
+            await self._publisher.publish(new, self.version, tensors(self.version), tensors(new))
+            self.version = new
 
 
 @contextlib.asynccontextmanager
-async def training(cluster: LittleCluster, turns: CountedTurns) -> AsyncIterator[Training]:
-    """A trainer that publishes until the end."""
+async def training(
+    cluster: LittleCluster, turns: CountedTurns
+) -> AsyncIterator[tuple[Training, asyncio.Task[None]]]:
+    """A trainer that publishes until the end, and its task."""
     folder = cluster.folder / "published"
     publisher = WeightPublisher(
         JOB, cluster.addresses, folder, cluster.trainer_port, cluster.key, STALENESS
@@ -47,7 +47,7 @@ async def training(cluster: LittleCluster, turns: CountedTurns) -> AsyncIterator
         training = Training(publisher, turns)
         task = asyncio.create_task(training.run())
         try:
-            yield training
+            yield training, task
         finally:
             task.cancel()
             # An error with which it broke off is reported.
@@ -56,7 +56,7 @@ async def training(cluster: LittleCluster, turns: CountedTurns) -> AsyncIterator
 
 
 @pytest.fixture(params=["sqlite", pytest.param("etcd", marks=[needs_etcd, pytest.mark.nightly])])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
         yield ""
         return
@@ -88,7 +88,7 @@ async def test_nothing_is_lost_while_each_component_is_restarted_in_its_turn(
     async with (
         little_cluster(tmp_path, store=store) as cluster,
         counted_turns(cluster.urls) as turns,
-        training(cluster, turns) as job,
+        training(cluster, turns) as (job, trains),
     ):
         await cluster.leased()
         leader = await cluster.led()
@@ -107,7 +107,10 @@ async def test_nothing_is_lost_while_each_component_is_restarted_in_its_turn(
             assert [each.job for each in after.jobs] == [JOB]
             assert after.latest_version >= version
             await turns.settled()
-        await job.step()
+        # The version that every replica is to reach is one after which none comes.
+        restarted_at, job.ends = job.version, True
+        await trains
+        assert job.version > restarted_at
         await cluster.leased(job.version)
         assert turns.moved, "the restarts hit turns"
         for node in cluster.hosts:
