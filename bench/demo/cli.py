@@ -70,6 +70,8 @@ class DemoSettings:
     host: Engine = "vllm"
     guest: Engine = "vllm"
     sglang_python: Path = SGLANG_PYTHON
+    # Ranks of the host and of the guest; the dedicated replica has one.
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         self._check_engines()
@@ -187,6 +189,14 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--host-model", type=Path, metavar="DIR", help="serve this model instead of a tiny one")
     add("--host", choices=ENGINES, default="vllm", help="the host's engine (default vllm)")
     add("--guest", choices=ENGINES, default="vllm", help="the replicas' engine (default vllm)")
+    add(
+        "--tensor-parallel-size",
+        dest="tensor_parallel",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="ranks of host and guest, a core each (default %(default)s)",
+    )
     what = f"interpreter that has SGLang (default {SGLANG_PYTHON})"
     add("--sglang-python", type=Path, default=SGLANG_PYTHON, metavar="FILE", help=what)
 

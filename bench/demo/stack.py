@@ -158,7 +158,7 @@ class Stack:
         config = self._config(SERVING_NODE, self.serving_node(self._page, key.verify_key.hex))
         await self._module(SERVING_NODE, module, *config, core=SERVING_CORE)
         if DEDICATED in self.replicas:
-            replica = self._replica(DEDICATED, self.ports.dedicated, TRAINING_CORE)
+            replica = self._replica(DEDICATED, self.ports.dedicated, (TRAINING_CORE,))
             node = self._node(TRAINING_NODE, replica, key.verify_key.hex)
             config = self._config(TRAINING_NODE, node)
             await self._module(TRAINING_NODE, "rose.main.node", *config)
@@ -235,6 +235,11 @@ class Stack:
         path = module_path(self.layout.scratch / "metadata")
         return self.settings.sglang_python.absolute(), {"PYTHONPATH": path}
 
+    @property
+    def _serving_cores(self) -> tuple[int, ...]:
+        """One for each rank of host and guest; the second is the trainer's, too."""
+        return (SERVING_CORE, TRAINING_CORE)[: self.settings.tensor_parallel]
+
     def host_spec(self, page: Path) -> EngineSpec:
         """Return the host's engine."""
         python, environment = self._interpreter(self.settings.host)
@@ -245,7 +250,8 @@ class Stack:
             model_dir=self.settings.host_model or self.host_dir,
             port=self.ports.host,
             log=self.layout.logs / "engine-host.log",
-            cores=(SERVING_CORE,),
+            cores=self._serving_cores,
+            tensor_parallel=self.settings.tensor_parallel,
             control_page=page,
             engine=EngineKind(self.settings.host),
             python=python,
@@ -256,7 +262,7 @@ class Stack:
 
     def serving_node(self, page: Path, verify_key: str) -> dict[str, object]:
         """Return the file of the node that guards the host."""
-        guest = self._replica(GUEST, self.ports.guest, SERVING_CORE)
+        guest = self._replica(GUEST, self.ports.guest, self._serving_cores)
         if worker := _FAULTY_WORKERS.get(self.settings.control or ""):
             guest["worker"] = worker
         guest["slack_share"] = 1.0 if self.settings.control == "naive" else 0.0
@@ -280,13 +286,14 @@ class Stack:
             "verify_key": verify_key,
         }
 
-    def _replica(self, name: str, port: int, core: int) -> dict[str, object]:
+    def _replica(self, name: str, port: int, cores: tuple[int, ...]) -> dict[str, object]:
         found: dict[str, object] = {
             "id": name,
             "kind": name,
             "model_dir": str(self.policy_dir),
             "port": port,
-            "core": core,
+            "cores": cores,
+            "tensor_parallel": len(cores),
             "max_sequences": MAX_SEQUENCES,
             "stream_interval": 4,
             "start_timeout_s": START_TIMEOUT_S,

@@ -163,11 +163,13 @@ def test_a_cpu_rank_sleeps_until_its_next_step(monkeypatch: pytest.MonkeyPatch) 
         ready = threads.submit(rank.wait_until_ready)
         steps.wait_until_ready()
         ready.result()
-        for step in range(3):
+        for step in range(4):
             waiting = threads.submit(rank.dequeue)
             began_s = time.process_time()
             time.sleep(0.2)
             spent_s = time.process_time() - began_s
+            if step == 3:  # vLLM's notice of a step may be lost; it looks again after 5 s.
+                monkeypatch.setattr(shm_broadcast.SpinCondition, "notify", lambda _: None)
             steps.enqueue(step)
-            assert waiting.result(timeout=5) == step
+            assert waiting.result(timeout=2) == step
             assert spent_s < 0.05
