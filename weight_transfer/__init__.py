@@ -15,6 +15,7 @@ hold shards uses `.torch`, or gives pieces of its own (`publish.sharding`).
 from weight_transfer.apply.receiver import Receiver, StagedTensor, StagedUpdate
 from weight_transfer.chunk_store import ChunkStore, StoredFile, read_chunk
 from weight_transfer.errors import (
+    AdapterError,
     CatalogError,
     ChunkDigestError,
     ChunkError,
@@ -33,11 +34,13 @@ from weight_transfer.errors import (
     WeightError,
     WrongBaseError,
 )
+from weight_transfer.format.adapter import base_digest, check_adapter
 from weight_transfer.format.checkpoint import read_model_dir, read_safetensors
 from weight_transfer.format.chunk import ChunkHeader, chunk_id, decode_chunk, encode_chunk
 from weight_transfer.format.delta_codec import Encoding
 from weight_transfer.format.digest import Block, digest_of, updated
 from weight_transfer.format.manifest import (
+    Adapter,
     ChunkRef,
     Manifest,
     OnUpdate,
@@ -71,6 +74,8 @@ from weight_transfer.publish.shards import (
 from weight_transfer.publish.version_publisher import VersionPublisher
 
 __all__ = [
+    "Adapter",
+    "AdapterError",
     "Block",
     "CatalogError",
     "Change",
@@ -114,7 +119,9 @@ __all__ = [
     "VersionPublisher",
     "WeightError",
     "WrongBaseError",
+    "base_digest",
     "bits_of",
+    "check_adapter",
     "chunk_id",
     "column_shard",
     "decode_chunk",

@@ -9,7 +9,8 @@ WeightError
 │   └── ChunkMissingError   a manifest names it, and the store or caller does not have it
 ├── ManifestError       a manifest is malformed or does not fit the model
 │   ├── SignatureError      it was not signed by the expected key
-│   └── ManifestExpired     its expiry time is over
+│   ├── ManifestExpired     its expiry time is over
+│   └── AdapterError        its adapter does not fit, or adapters are not taken here
 ├── ShardError          shards or reports of a trainer's ranks do not make a version
 ├── WrongBaseError      an update was made for other weights than the active ones
 ├── DigestMismatchError the weights after an update are not those the publisher computed
@@ -67,6 +68,10 @@ class SignatureError(ManifestError):
 
 class ManifestExpired(ManifestError):  # noqa: N818 -- reads as the state of the manifest
     """Error for a manifest whose expiry time is over."""
+
+
+class AdapterError(ManifestError):
+    """Error for a LoRA adapter that does not fit its base or a replica, and will not fit later."""
 
 
 class ShardError(WeightError):

@@ -135,7 +135,7 @@ class PauseBench:
 def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
     """Load the active weights anew in a worker, with nothing read from disk."""
     from weight_transfer.apply.reference import load_fresh, overlay
-    from weight_transfer.vllm.worker import VllmLoader
+    from weight_transfer.vllm.live_model import VllmLoader
 
     tensors = worker.rose_weights.tensors
     runner = worker.model_runner

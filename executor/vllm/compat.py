@@ -131,7 +131,6 @@ def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 
     yield config.speculative_config, "speculative decoding", "--speculative-config"
     yield config.kv_transfer_config, "disaggregated prefill and decode", "--kv-transfer-config"
     yield config.model_config.logits_processors, "custom samplers", "--logits-processors"
-    yield config.lora_config, "LoRA adapters", "--enable-lora"
     yield getattr(config, "diffusion_config", None), "diffusion", "the diffusion model"
 
 

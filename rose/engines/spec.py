@@ -87,6 +87,14 @@ class Device(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class LoraSlots:
+    """Places for LoRA adapters beside an engine's base: largest rank, and adapters at a time."""
+
+    max_rank: int
+    max_adapters: int
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Specification of one engine process, from which its command line and environment are made.
 
@@ -113,6 +121,7 @@ class EngineSpec:
     configuration.
     tensor_parallel: ranks of one copy of the model; data_parallel: copies. expert_parallel: each
     expert lies whole on one rank.
+    lora: places for adapters, of which versions then consist; None: versions are whole weights.
     trust_remote_code: run the Python files of the checkpoint. tokenizer: folder of the tokenizer,
     None for the model's.
     """
@@ -151,6 +160,7 @@ class EngineSpec:
     tensor_parallel: int = 1
     data_parallel: int = 1
     expert_parallel: bool = False
+    lora: LoraSlots | None = None
     trust_remote_code: bool = False
     tokenizer: Path | None = None
     extra_env: dict[str, str] = field(default_factory=dict)
@@ -187,6 +197,7 @@ class Capability(StrEnum):
     RANKS = "a prompt's logprobs come with ranks"
     PIECEWISE_PROOF = "an update is proved with one layer of the new version in memory at a time"
     SLEEP = "a dedicated replica gives up its weights on request"
+    ADAPTERS = "a replica serves LoRA adapters as versions"
     COPIES = "a dedicated replica has several data-parallel ranks"
 
 
@@ -202,6 +213,7 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
                 Capability.RANKS: "it does not tell them",
                 Capability.PIECEWISE_PROOF: "its layers hand on more than their output",
                 Capability.SLEEP: "its route frees memory of an idle engine only",
+                Capability.ADAPTERS: "ROSE has no proof of its adapter slots",
                 Capability.COPIES: "ROSE's calls reach the ranks of one copy",
             }
         ),

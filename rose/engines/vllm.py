@@ -19,7 +19,7 @@ REFUSED_IN_REPLICAS = {
     "--speculative-config": "speculative decoding",
     "--kv-transfer-config": "disaggregated prefill and decode",
     "--logits-processors": "custom samplers",
-    "--enable-lora": "LoRA adapters",
+    "--enable-lora": "LoRA adapters but by `lora` of the node's file",
 }
 # Options that a node does not give to its replicas.
 REFUSED_BY_NODE = {
@@ -39,6 +39,9 @@ FIELDS = {
     "--tensor-parallel-size": "tensor_parallel",
     "--data-parallel-size": "data_parallel",
     "--enable-expert-parallel": "expert_parallel",
+    "--enable-lora": "lora",
+    "--max-loras": "lora",
+    "--max-lora-rank": "lora",
 }
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 _PLUGINS = {
@@ -102,6 +105,7 @@ def arguments(spec: EngineSpec) -> list[str]:
             made.append("--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker")
         elif spec.device is Device.CPU and spec.tensor_parallel > 1:
             made.append("--worker-cls=executor.vllm.cpu_worker.CpuKvWorker")
+    made.extend(_lora(spec))
     if spec.role.is_replica:
         made.extend(_REPLICA_ARGS)
     return [*made, *spec.extra_args]
@@ -114,6 +118,14 @@ def _parallel(spec: EngineSpec) -> Iterator[str]:
         yield f"--data-parallel-size={spec.data_parallel}"
     if spec.expert_parallel:
         yield "--enable-expert-parallel"
+
+
+def _lora(spec: EngineSpec) -> list[str]:
+    if spec.lora is None:
+        return []
+    # One slot is for the reference of a version that comes.
+    slots = spec.lora.max_adapters + 1
+    return ["--enable-lora", f"--max-loras={slots}", f"--max-lora-rank={spec.lora.max_rank}"]
 
 
 def own_options(spec: EngineSpec) -> set[str]:

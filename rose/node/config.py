@@ -16,7 +16,7 @@ from rose.addresses import checked_url, host_port, is_loopback
 from rose.engines import Device, EngineKind, EngineRole, EngineSpec, check_profile, weight_bytes
 from rose.engines.kept_kv import kept_kv
 from rose.engines.launch import check_replica_args
-from rose.engines.spec import Capability, lacking
+from rose.engines.spec import Capability, LoraSlots, lacking
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
 from rose.security.certificates import CertificateFiles, files_of
@@ -138,6 +138,17 @@ class DiscoverConfig(Frozen):
     step_profile: Path | None = None
 
 
+class LoraConfig(Frozen):
+    """Places for LoRA adapters in a replica, whose versions are adapters then; its base stays.
+
+    max_rank: largest rank; all places have its size. max_adapters: adapters at a time, the versions
+    that turns end under included.
+    """
+
+    max_rank: Literal[8, 16, 32, 64, 128, 256] = 16
+    max_adapters: int = Field(default=2, ge=2, le=64)
+
+
 class ReplicaConfig(OnGpus):
     """Rollout engine that this node runs: a guest shares GPUs (or cores) of a host, a dedicated
     replica has its own.
@@ -162,6 +173,7 @@ class ReplicaConfig(OnGpus):
     of a guest's host. Without any it computes on the CPU. core, cores: CPUs that it is pinned to.
     tensor_parallel, data_parallel, expert_parallel, trust_remote_code: as `EngineSpec` has them.
     tokenizer: folder of the tokenizer, the model's when left out.
+    lora: places for LoRA adapters; without it versions are whole weights.
     engine: software that it runs, whatever its host runs.
     engine_python: interpreter of the environment that has the engine, None for this one.
     extra_env: further environment of the engine; none of `OF_THE_NODE`. engine_args: further words
@@ -191,6 +203,7 @@ class ReplicaConfig(OnGpus):
     expert_parallel: bool = False
     trust_remote_code: bool = False
     tokenizer: Path | None = None
+    lora: LoraConfig | None = None
     kv_bytes: int = Field(default=64 << 20, gt=0)
     max_model_len: int = Field(default=512, gt=0)
     max_sequences: int = Field(default=64, gt=0)
@@ -251,6 +264,7 @@ class ReplicaConfig(OnGpus):
             Capability.POOLING: ("runner", self.runner == "pooling"),
             Capability.SLEEP: ("sleep_mode", self.sleep_mode),
             Capability.COPIES: ("data_parallel", self.data_parallel > 1),
+            Capability.ADAPTERS: ("lora", self.lora is not None),
         }
         for capability, (name, given) in wanted.items():
             why = lacking(self.engine, capability) if given else None
@@ -395,6 +409,7 @@ class ReplicaConfig(OnGpus):
             tensor_parallel=self.tensor_parallel,
             data_parallel=self.data_parallel,
             expert_parallel=self.expert_parallel,
+            lora=None if self.lora is None else LoraSlots(**self.lora.model_dump()),
             trust_remote_code=self.trust_remote_code,
             tokenizer=self.tokenizer,
             enforce_eager=not (on_gpu and self.cuda_graphs),

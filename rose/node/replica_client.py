@@ -33,7 +33,18 @@ class ReplicaHostBusyError(RefusedError):
     """
 
 
-_REFUSALS = {"unproven": UnprovenError, "host_busy": ReplicaHostBusyError}
+class UnfitAdapterError(RefusedError):
+    """Error reply of a replica that a version does not fit: an adapter of another base or shape, or
+    one kind of versions where the other is taken. Another try or a new start of the engine does not
+    help.
+    """
+
+
+_REFUSALS = {
+    "unproven": UnprovenError,
+    "host_busy": ReplicaHostBusyError,
+    "unfit_adapter": UnfitAdapterError,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,12 @@ from rose.contract.weights import UpdateApplied
 from rose.errors import ConfigError, RefusedError, RoseError, UnavailableError
 from rose.logs.eventlog import EventLog, JsonlLog
 from rose.node.config import NodeConfig
-from rose.node.replica_client import ReplicaClient, ReplicaHostBusyError, UnprovenError
+from rose.node.replica_client import (
+    ReplicaClient,
+    ReplicaHostBusyError,
+    UnfitAdapterError,
+    UnprovenError,
+)
 from rose.weight_distribution import Credentials, VersionServer
 from weight_transfer import (
     CatalogError,
@@ -387,6 +392,8 @@ class Updates:
         self._up = False
         self._refusals = 0
         self._rebase = False
+        # Version that does not fit the engine, which is not asked again.
+        self._unfit: KnownVersion | None = None
         self._wake = asyncio.Event()
 
     def serve(self, job: str, latest: int, *, other_model: bool = False) -> None:
@@ -409,6 +416,7 @@ class Updates:
         """
         self._life += 1
         self.job = job
+        self._unfit = None
         self._up = True
         self._refusals = 0
         self._rebase = False
@@ -467,8 +475,9 @@ class Updates:
         if self._foreign:
             if newest is None and not self._latest:
                 self._owner.start_anew(f"job {self._wanted} is at version 0")
-            return newest
-        return newest if newest is not None and newest.version > self.version else None
+        elif newest is not None and newest.version <= self.version:
+            return None
+        return None if newest == self._unfit else newest
 
     async def _try(self, known: KnownVersion) -> bool:
         """Return True if one update ended so that the next may begin at once; log any error and
@@ -547,6 +556,10 @@ class Updates:
                 # The version is tried again when the host has less to do; until then the guest
                 # serves on.
                 self._log("host_busy", version=version, message=str(error))
+            case UnfitAdapterError():
+                # The engine is sound, and serves on with the version that it has.
+                self._unfit = known
+                self._log("version_refused", version=version, message=str(error))
             case RefusedError() | UnavailableError() if self._unwanted(known):
                 # The engine rightly refuses weights of a job that no longer leases it.
                 self._log("update_late", version=version, message=str(error))

@@ -52,7 +52,7 @@ from rose.replica.engine import ReplicaEngine
 from rose.replica.engine_update import ActivationError, WeightUpdater
 from rose.replica.turns import ReplicaTurn, Turns
 from rose.replica.warm_up import WarmUp
-from weight_transfer import WeightError, WrongBaseError
+from weight_transfer import AdapterError, WeightError, WrongBaseError
 
 _LOG = logging.getLogger("vllm.rose.replica")
 _Asked = GenerateBody | contract.BatchBody | contract.LeaveBody
@@ -144,6 +144,7 @@ _REFUSALS: dict[type[Exception], tuple[int, str]] = {
     EpochAheadError: (400, "bad_request"),
     AdmissionError: (409, "quarantined"),
     WrongBaseError: (409, "wrong_base"),
+    AdapterError: (422, "unfit_adapter"),
     HostBusyError: (503, "host_busy"),
     WeightError: (422, "bad_version"),
 }

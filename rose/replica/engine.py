@@ -51,6 +51,15 @@ class OutputDelta:
     finish_reason: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class HeldAdapter:
+    """LoRA adapter in an engine's slot: a job's policy version. `name`: attempt that brought it."""
+
+    job: str
+    version: int
+    name: str
+
+
 class StampedRequest(ABC):
     """Request that is registered in an engine; each of its tokens comes with the policy version
     that sampled it.
@@ -271,10 +280,22 @@ class ReplicaEngine(Protocol):
     def sizes(self) -> WarmUpSizes:
         """Limits of the batches with which the engine is warmed up."""
 
+    @property
+    def adapts(self) -> int:
+        """Number of LoRA adapters that the engine holds beside its base; 0 where versions are whole
+        weights.
+        """
+
     async def start(
-        self, body: GenerateBody, ages: KvStaleness, trace: TraceContext | None = None
+        self,
+        body: GenerateBody,
+        ages: KvStaleness,
+        trace: TraceContext | None = None,
+        adapter: HeldAdapter | None = None,
     ) -> StampedRequest:
-        """Register a turn in the engine and return its request. Raises RequestRefusedError."""
+        """Register a turn in the engine, with one of its adapters if any, and return its request.
+        Raises RequestRefusedError.
+        """
 
     async def abort(self, requests: Sequence[Any]) -> None:
         """Abort requests that `start` returned; when this returns, the last output of each is there

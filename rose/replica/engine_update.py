@@ -14,6 +14,11 @@ A guest takes weights while its host is idle: the engine's gate covers neither t
 pause. A host that is never idle keeps its guest at its old version. The guest reports that, and its
 node asks again later.
 
+A LoRA adapter is decoded, loaded and proven in the same way, without a pause and without doubt: it
+comes into a slot that no turn uses. Turns that begin afterwards use it. Running ones go on under it
+(`recompute`), or end under their own (`finish_old`), whose slot stays until a later version needs
+it; then they are revoked.
+
 `Audits` digest every live weight, in pieces between the engine's steps, and judge the sums.
 """
 
@@ -23,14 +28,14 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final, TypeVar
 
 from rose.replica.admission import Admission
 from rose.replica.control import GuestControl
-from rose.replica.engine import ReplicaEngine
+from rose.replica.engine import HeldAdapter, ReplicaEngine
 from rose.replica.turns import Turns
-from weight_transfer import OnUpdate, WeightError
+from weight_transfer import AdapterError, OnUpdate, ProbeError, WeightError
 from weight_transfer.apply.probe import Findings, Part, judge
 from weight_transfer.apply.replica_weights import merged, typed
 from weight_transfer.apply.shared_segment import ranks_folder
@@ -154,11 +159,15 @@ class WeightUpdater:
         self.job = ""
         # Job of the weights that are about to be written.
         self._coming = ""
+        # Adapters in the engine's slots, oldest first.
+        self._held: list[HeldAdapter] = []
 
     def serves(self, job: str) -> bool:
-        """Return True if turns of the job may begin: its weights are active or about to be written,
-        or one of the two jobs is unnamed.
+        """Return True if turns of the job may begin: its weights or its adapter are active or about
+        to be written, or one of the two jobs is unnamed.
         """
+        if adapters := self._turns.adapters:
+            return job in adapters if job else len(adapters) == 1
         return not job or (self._coming or self.job) in ("", job)
 
     def start(self) -> None:
@@ -194,6 +203,8 @@ class WeightUpdater:
                     f" set {UNSIGNED}=1"
                 )
             await self._prepare()
+            if self._engine.adapts:
+                return await self._adopt(manifests, chunks, on_update)
             await self._decode(manifests, chunks)
             loaded = await self._load()
             # New turns are held back if the version under which they begin matters.
@@ -215,6 +226,61 @@ class WeightUpdater:
                 "finished_old": finished,
             }
 
+    async def _adopt(
+        self, manifests: list[str], chunks: str, on_update: OnUpdate
+    ) -> dict[str, Any]:
+        """Bring a version of an adapter into a slot of its own, prove it, and begin turns with it;
+        the engine does not pause. Raises WeightError, and everything is as before.
+        """
+        if on_update is OnUpdate.KEEP:
+            raise AdapterError("on_update is keep: KV belongs to its adapter; publish it otherwise")
+        name = await self._decode(manifests, chunks)
+        try:
+            # Raises what decoding raised, before anybody gives way.
+            await self._call("rose_weights_load", 0)
+            await self._make_room()
+            loaded = await self._load()
+            await self._control.wait_host_idle(SWITCH_PATIENCE_S)
+            new = HeldAdapter(str(loaded["job"]), int(loaded["version"]), name)
+            with self._coming_of(new.job):
+                report = merged(await _bounded(self._call_all("rose_weights_commit")))
+                _insist_proven(report, new.version, ProbeError)
+                self._held.append(new)
+                self._turns.adapters[new.job] = new
+                self.version, self.job = new.version, new.job
+        except BaseException:
+            with suppress(WeightError):
+                await self._call("rose_adapters_drop", [name])
+            raise
+        if on_update is OnUpdate.RECOMPUTE:
+            await self._turns.move(new)
+        return report | {
+            "wire_bytes": loaded["wire_bytes"],
+            "stage_s": loaded["stage_s"],
+            "pause_s": 0.0,
+            "on_update": str(on_update),
+            "finished_old": on_update is OnUpdate.FINISH_OLD,
+        }
+
+    async def _make_room(self) -> None:
+        """Give back the slots of adapters that no turn uses, and one more if none is free: turns
+        that use the oldest are revoked, those of the lease's job last.
+        """
+        newest = self._turns.adapters
+        old = [each for each in self._held if newest.get(each.job) != each]
+        gone = [each for each in old if not self._turns.with_adapter(each)]
+        if len(self._held) - len(gone) >= self._engine.adapts:
+            rest = [each for each in self._held if each not in gone]
+            gone.append(
+                min(rest, key=lambda e: (newest.get(e.job) == e, e.job == self._admission.job))
+            )
+        for each in gone:
+            if newest.get(each.job) == each:
+                del newest[each.job]
+            await self._turns.revoke_of(each)
+        await self._call("rose_adapters_drop", [each.name for each in gone])
+        self._held = [each for each in self._held if each not in gone]
+
     async def audit(self) -> dict[str, Any]:
         """Compute digests of every live weight between the engine's steps and return the report of
         `Audits.run`; `flipped` names wrong tensors.
@@ -234,14 +300,14 @@ class WeightUpdater:
         except self._engine.failures:
             _LOG.exception("the engine has ended, and its turns with it")
 
-    async def _decode(self, manifests: list[str], chunks: str) -> None:
-        """Verify and decode the versions' files beside the engine's steps; nothing is written to
-        the model. Raises the ranks' errors.
+    async def _decode(self, manifests: list[str], chunks: str) -> str:
+        """Verify and decode the versions' files beside the engine's steps, and return the name of
+        the attempt; nothing is written to the model. Raises the ranks' errors.
         """
         attempt = secrets.token_hex(8)
         while True:
             if (await self._call("rose_weights_decode", manifests, chunks, attempt))["done"]:
-                return
+                return attempt
             await asyncio.sleep(STAGE_POLL_S)
 
     async def _load(self) -> dict[str, Any]:
@@ -386,12 +452,16 @@ class WeightUpdater:
             _LOG.warning("an update ended: %s", task.exception())
 
 
-def _insist_proven(report: Mapping[str, Any], version: int) -> None:
-    """Raise ActivationError unless the report says that all ranks have proven to run `version`."""
+def _insist_proven(
+    report: Mapping[str, Any], version: int, kind: type[WeightError] = ActivationError
+) -> None:
+    """Raise an error of this kind unless the report says that all ranks have proven to run
+    `version`.
+    """
     if report["version"] == version and report["digest_ok"] and report["probe_ok"]:
         return
     said = {name: report[name] for name in ("digest_ok", "probe_ok", "probe_max_abs_diff")}
-    raise ActivationError(f"ranks report version {report['version']} with {said}")
+    raise kind(f"ranks report version {report['version']} with {said}")
 
 
 async def _bounded(call: Awaitable[_T]) -> _T:

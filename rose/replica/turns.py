@@ -7,7 +7,8 @@ opened ── start ──> running ── next_lines ... ──> ended (stop, l
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 from msgspec import structs
@@ -16,10 +17,16 @@ from starlette.types import Receive, Send
 from rose.contract.replica import GenerateBody, StreamLine
 from rose.replica.admission import TurnGate
 from rose.replica.asgi import ClientGoneError, refuse, until_gone
-from rose.replica.engine import ReplicaEngine, RequestRefusedError, StampedRequest
+from rose.replica.engine import (
+    HeldAdapter,
+    ReplicaEngine,
+    RequestRefusedError,
+    StampedRequest,
+)
 from rose.replica.token_versions import KvStaleness, UnknownVersionError
 from rose.tracing import TraceContext
 
+START_POLL_S: Final = 0.001
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 
@@ -32,9 +39,15 @@ class ReplicaTurn:
     _engine: ReplicaEngine
     _body: GenerateBody
     _ages: KvStaleness
+    _adapter_of: Callable[[str], HeldAdapter | None]
     _trace: TraceContext | None = None
     _client_gone: bool = False
     _unheard: bool = False
+    _moves: bool = False
+    # Output tokens of the turn, kept where it may go on under another adapter.
+    _made: list[int] = field(default_factory=list)
+    _before: int = 0
+    adapter: HeldAdapter | None = None
     begun: bool = False
     request: StampedRequest | None = None
     revoked: bool = False
@@ -53,7 +66,7 @@ class ReplicaTurn:
     @property
     def tokens(self) -> int:
         """Number of output tokens so far."""
-        return 0 if self.request is None else self.request.tokens
+        return self._before + (0 if self.request is None else self.request.tokens)
 
     async def start(self) -> None:
         """Register the turn in the engine; abort it at once if it was revoked meanwhile. Raises
@@ -62,13 +75,57 @@ class ReplicaTurn:
         if self._client_gone:
             raise ClientGoneError("the client left before its turn began")
         self.begun = True
-        self.request = await self._engine.start(self._body, self._ages, self._trace)
+        request = await self._start(self._body)
         if self._client_gone:
             raise ClientGoneError("the client left before its turn started")
         if self.revoked:
             # By now these may be the weights of another job.
             self._unheard = True
-            await self._engine.abort([self.request])
+            await self._engine.abort([request])
+
+    async def _start(self, body: GenerateBody) -> StampedRequest:
+        self.adapter = self._adapter_of(body.job)
+        request = await self._engine.start(body, self._ages, self._trace, self.adapter)
+        self.request = request
+        if self._moves:
+            await self._engine.abort([request])
+        return request
+
+    def move(self) -> bool:
+        """Note that the turn is to go on under its job's newest adapter, and return True; return
+        False if it cannot, since its output counts.
+
+        The caller then aborts its request.
+        """
+        self._moves = not self._body.sampling.counts_output
+        return self._moves
+
+    async def _go_on(self) -> list[StreamLine]:
+        """Start the rest of the turn under its job's newest adapter, all of its KV computed anew;
+        return the turn's last line if it cannot be started.
+        """
+        self._moves = False
+        self._before = len(self._made)
+        self.request = None
+        body, sampling = self._body, self._body.sampling
+        tokens = [*body.token_ids, *self._made]
+        rest = structs.replace(
+            body,
+            # The engine may still know the name of the aborted one.
+            request_id=f"{body.request_id}+{self._before}",
+            token_ids=tokens,
+            sampling=sampling.rest(sampling.max_tokens - self._before, len(tokens)),
+        )
+        try:
+            request = await self._start(rest)
+        except RequestRefusedError as error:
+            self.ended = True
+            return [StreamLine(finish_reason="abort", message=str(error))]
+        if self._client_gone:
+            raise ClientGoneError("the client left its turn")
+        if self.revoked:
+            await self._engine.abort([request])
+        return []
 
     async def next_lines(self) -> list[StreamLine]:
         """Wait for output and return its lines; the finish reason is in the line of the last tokens
@@ -86,8 +143,13 @@ class ReplicaTurn:
             said = f"{type(error).__name__}: {error}"
             return [StreamLine(finish_reason="error", message=said)]
         chunks = [] if self._unheard else delta.chunks
+        if self._engine.adapts:
+            for line in chunks:
+                self._made += line.token_ids
         if delta.finish_reason is None:
             return chunks
+        if delta.finish_reason == "abort" and self._moves and not self.over:
+            return [*chunks, *await self._go_on()]
         self.ended = True
         reason = self._reason(delta.finish_reason)
         if not chunks or reason != "stop":
@@ -118,6 +180,7 @@ class Turns:
     """Open turns of a replica: it opens, streams, counts and revokes them.
 
     hold: gate that holds back new turns during an update. ages: activations of policy versions.
+    adapters: newest adapter of each job, with which its turns begin.
     """
 
     def __init__(self, engine: ReplicaEngine) -> None:
@@ -127,6 +190,7 @@ class Turns:
         self._left = asyncio.Event()
         self.hold = TurnGate()
         self.ages = KvStaleness()
+        self.adapters: dict[str, HeldAdapter] = {}
 
     @property
     def running(self) -> int:
@@ -145,9 +209,39 @@ class Turns:
 
     def open(self, body: GenerateBody, trace: TraceContext | None = None) -> ReplicaTurn:
         """Return a new turn, which a drain from now on revokes; `serve` or `begin` starts it."""
-        turn = ReplicaTurn(self._engine, body, self.ages, trace)
+        turn = ReplicaTurn(self._engine, body, self.ages, self._adapter_of, trace)
         self._live.add(turn)
         return turn
+
+    def _adapter_of(self, job: str) -> HeldAdapter | None:
+        """Return the job's newest adapter; that of the only job for a turn that names none."""
+        found = self.adapters.get(job)
+        if found is None and not job and len(self.adapters) == 1:
+            (found,) = self.adapters.values()
+        return found
+
+    def with_adapter(self, adapter: HeldAdapter) -> "list[ReplicaTurn]":
+        """Return the turns in the engine that compute with this adapter."""
+        return [t for t in self._live if t.begun and not t.ended and t.adapter == adapter]
+
+    async def move(self, adapter: HeldAdapter) -> None:
+        """Let the running turns of the adapter's job go on under it, from their next tokens on."""
+        turns = [
+            turn
+            for turn in self._live
+            if turn.begun and not turn.over and not turn.ended and turn.adapter != adapter
+            if self._adapter_of(turn.job) == adapter and turn.move()
+        ]
+        await self._engine.abort([turn.request for turn in turns if turn.request is not None])
+
+    async def revoke_of(self, adapter: HeldAdapter) -> None:
+        """Abort the turns that compute with this adapter, those too that are just starting."""
+        await self._revoke(self.with_adapter(adapter))
+        while True:
+            if all(turn.request is not None for turn in self.with_adapter(adapter)):
+                return
+            # The engine takes a request within a few steps of the loop.
+            await asyncio.sleep(START_POLL_S)
 
     async def revoke_all(self) -> int:
         """Abort every open turn, each of which first delivers its tokens so far; return the number

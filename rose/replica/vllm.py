@@ -32,6 +32,7 @@ from weakref import WeakKeyDictionary
 from msgspec import structs
 from vllm import SamplingParams, exceptions
 from vllm.inputs.engine import tokens_input
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import RequestState
@@ -48,6 +49,7 @@ from rose.contract.replica import (
 from rose.replica.engine import (
     BAD_REQUEST,
     MOST_WARM_UP_TOKENS,
+    HeldAdapter,
     OutputDelta,
     RequestRefusedError,
     StampedRequest,
@@ -57,7 +59,8 @@ from rose.replica.engine import (
 )
 from rose.replica.token_versions import UNNAMED, KvStaleness, Start, split_spans
 from rose.tracing import TraceContext
-from weight_transfer.vllm.worker import SURFACES as WEIGHT_SURFACES
+from weight_transfer.vllm.adapters import adapter_number
+from weight_transfer.vllm.live_model import SURFACES as WEIGHT_SURFACES
 
 _ENGINE_SAYS: Final = hasattr(RequestState, "track_weight_version")
 _UNAVAILABLE: Final = 503
@@ -227,6 +230,7 @@ class VllmRequest(StampedRequest):
         body: GenerateBody,
         ages: KvStaleness,
         trace: TraceContext | None = None,
+        adapter: HeldAdapter | None = None,
     ) -> Self:
         """Check and register a turn in the engine and return its request. Raises
         RequestRefusedError.
@@ -237,7 +241,8 @@ class VllmRequest(StampedRequest):
         if start is not None and not (gives_routes and start < len(body.token_ids)):
             raise RequestRefusedError(BAD_REQUEST, NO_ROUTES)
         ends = () if body.sampling.ignore_eos else ends_of(engine)
-        began, salt = ages.current, ages.salted(body.cache_salt)
+        began = ages.current if adapter is None else adapter.version
+        salt = ages.salted(body.cache_salt)
         try:
             collector = await engine.add_request(
                 body.request_id,
@@ -245,6 +250,7 @@ class VllmRequest(StampedRequest):
                 _parameters(body.sampling, ends, len(body.token_ids) if gives_routes else None),
                 priority=body.priority,
                 **_traced(engine, trace),
+                **({} if adapter is None else {"lora_request": _slot_of(adapter)}),
             )
         except ErrorWithStatus as error:
             raise RequestRefusedError(_status(error), str(error)) from error
@@ -257,7 +263,8 @@ class VllmRequest(StampedRequest):
         states = engine.output_processor.request_states if needs_state else {}
         return cls(
             collector,
-            stamps_of(engine).starts(collector),
+            # A request has one adapter from its first token to its last.
+            [(str(began), 0)] if adapter else stamps_of(engine).starts(collector),
             ages,
             began,
             sampling,
@@ -369,10 +376,20 @@ class VllmEngine:
             config.model_config.get_vocab_size(),
         )
 
+    @property
+    def adapts(self) -> int:
+        config = getattr(self._engine.vllm_config, "lora_config", None)
+        # One slot is for the reference of a version that comes.
+        return 0 if config is None else int(config.max_loras) - 1
+
     async def start(
-        self, body: GenerateBody, ages: KvStaleness, trace: TraceContext | None = None
+        self,
+        body: GenerateBody,
+        ages: KvStaleness,
+        trace: TraceContext | None = None,
+        adapter: HeldAdapter | None = None,
     ) -> VllmRequest:
-        return await VllmRequest.start(self._engine, body, ages, trace)
+        return await VllmRequest.start(self._engine, body, ages, trace, adapter)
 
     async def abort(self, requests: Sequence[VllmRequest]) -> None:
         if requests:
@@ -414,6 +431,14 @@ class VllmEngine:
     async def wake(self) -> None:
         # Any utility call ends an idle core's wait for its queue.
         await self._engine.is_paused()
+
+
+def _slot_of(adapter: HeldAdapter) -> LoRARequest:
+    """Return vLLM's name of an adapter, by which it keeps cached prefixes of different ones apart.
+
+    It is in its slot already, so its path is never read.
+    """
+    return LoRARequest(adapter.name, adapter_number(adapter.name), adapter.job or "-")
 
 
 def _status(error: Any) -> int:  # noqa: ANN401 - an ErrorWithStatus

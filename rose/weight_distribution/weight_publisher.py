@@ -37,6 +37,7 @@ from rose.weight_distribution.runs import (
 )
 from rose.weight_distribution.version_server import VersionServer
 from weight_transfer import (
+    Adapter,
     CatalogError,
     ChunkDigestError,
     ChunkStore,
@@ -190,7 +191,7 @@ class WeightPublisher:
             take_over=settings.take_over,
         )
         # Retention has a VersionPublisher of its own, since it runs beside the training.
-        self._publisher, bases = (
+        self._publisher, self._bases = (
             VersionPublisher(store, job, "rose-trainer", key, on_update=settings.on_update)
             for _ in range(2)
         )
@@ -202,7 +203,7 @@ class WeightPublisher:
             leases=leases,
             signer=Signer(job, key),
         )
-        self._retention = RetentionTask(store, bases, leases, _log.warning)
+        self._retention = RetentionTask(store, self._bases, leases, _log.warning)
         self._scheduler = trainers_channel(scheduler, certificates)
         # A channel of its own: a renewal must not disturb an announcement.
         self._renewals = trainers_channel(scheduler, certificates)
@@ -211,6 +212,19 @@ class WeightPublisher:
     def url(self) -> str:
         """URL at which this publisher serves versions."""
         return self._server.url
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """Settings of the LoRA adapter that versions are, None for whole weights; a version that is
+        gone on from brings its own. After a change publish anew.
+        """
+        return self._publisher.adapter
+
+    @adapter.setter
+    def adapter(self, adapter: Adapter | None) -> None:
+        if adapter is not None and self._settings.on_update is OnUpdate.KEEP:
+            raise RefusedError("on_update is keep: KV belongs to its adapter; choose another")
+        self._publisher.adapter = self._bases.adapter = adapter
 
     @property
     def begun(self) -> Begun:
@@ -246,6 +260,7 @@ class WeightPublisher:
         self._keeper.start(reply.run_ttl_s)
         begun = await asyncio.to_thread(self._found, reply)
         if begun.resumed is not None:
+            self.adapter = (await asyncio.to_thread(self._manifest, begun.resumed)).adapter
             for version, parent in await asyncio.to_thread(self._news, begun.resumed, reply):
                 await self._announce(version, parent)
         self._begun = begun

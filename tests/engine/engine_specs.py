@@ -3,6 +3,7 @@
 from pool import PoolSpec
 
 from rose.engines import EngineRole
+from rose.engines.spec import LoraSlots
 
 MIB = 1 << 20
 TOKENS_ONLY = "--skip-tokenizer-init"
@@ -35,6 +36,16 @@ GUEST = PoolSpec(
     args=(TOKENS_ONLY, "--generation-config=vllm"),
 )
 """A host and its guest, on one page."""
+
+ADAPTED = PoolSpec(
+    "adapted",
+    EngineRole.GUEST,
+    page="adapted",
+    weights=True,
+    lora=LoraSlots(max_rank=8, max_adapters=2),
+    args=(TOKENS_ONLY, "--generation-config=vllm"),
+)
+"""A guest whose versions are LoRA adapters; a stand-in is its host."""
 
 RANKS = ("--tensor-parallel-size=2", "--distributed-executor-backend=mp")
 RANKED_GUEST = PoolSpec(

@@ -32,6 +32,7 @@ from executor import ControlPage
 from executor.control_page.host_description import page_of
 from rose.addresses import free_port
 from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.engines.spec import LoraSlots
 from rose.errors import EngineStartError
 from tests.fakes.cuda.standin_library import build
 from tests.harness.conversations import TEMPLATES
@@ -60,8 +61,8 @@ class PoolSpec:
 
     name: of the engine, and of its model where `served` names no other. tokenizer: its kind; the
     model then has its whole vocabulary and an end of sequence. page: engines that name the same
-    one are on one control page. weights: takes versions. standin_cuda: finds the stand-in for
-    a GPU's driver. python: see `vllm_versions`.
+    one are on one control page. weights: takes versions. lora: those are adapters. standin_cuda:
+    finds the stand-in for a GPU's driver. python: see `vllm_versions`.
     """
 
     name: str
@@ -73,6 +74,7 @@ class PoolSpec:
     kv_backend: str = "auto"
     stream_interval: int = 1
     weights: bool = False
+    lora: LoraSlots | None = None
     standin_cuda: bool = False
     args: tuple[str, ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
@@ -298,6 +300,7 @@ class EnginePool:
             orphan_s=2.0,
             verify_key=published.key.verify_key.hex if published else None,
             weights_dir=published.folder if published else None,
+            lora=spec.lora,
             extra_args=(*spec.args, *_tokenizer_of(model)),
             **_environment(replace(spec, environ=(*spec.environ, *found)), folder),
         )

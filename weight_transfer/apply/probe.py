@@ -191,20 +191,18 @@ def insist_on_sight(
     live = engine.prober.logits(engine.model)
     kinds: dict[str, str] = {}
     for name in loader_map.filled:
-        kinds.setdefault(_NUMBER.sub("", name), name)
+        kinds.setdefault(kind_of(name), name)
     seen: list[tuple[str, list[int]]] = []
     for name in kinds.values():
-        for places in _places(loader_map.parameter(name)):
-            with _changed(loader_map.parameter(name), places):
-                noticed = not compare(engine.prober.logits(engine.model), live).ok
-            if noticed:
-                seen.append((name, places))
-                break
-        else:
+        places = noticed(
+            lambda: engine.prober.logits(engine.model), loader_map.parameter(name), live
+        )
+        if places is None:
             raise ProbeError(
                 f"the engine does not compute with {name} where it lies in memory, so no update of "
                 "it could be proven: serve weights in a format that the engine does not pack"
             )
+        seen.append((name, places))
     with ExitStack() as changes:
         for name, places in seen:
             changes.enter_context(_changed(loader_map.parameter(name), places))
@@ -214,6 +212,24 @@ def insist_on_sight(
             "a fresh load of the base does not compute what the engine computes, by "
             f"{result.max_abs_diff:g}: updates of this model cannot be proven on this engine"
         )
+
+
+def noticed(
+    logits: Callable[[], torch.Tensor], weight: torch.Tensor, live: torch.Tensor
+) -> list[int] | None:
+    """Return indices of elements of `weight` whose change makes `logits` differ from `live`, None
+    if no change does. The elements are put back.
+    """
+    for places in _places(weight):
+        with _changed(weight, places):
+            if not compare(logits(), live).ok:
+                return places
+    return None
+
+
+def kind_of(name: str) -> str:
+    """Return a parameter's name without its numbers, which is the same for all layers."""
+    return _NUMBER.sub("", name)
 
 
 def _places(weight: torch.Tensor) -> Iterator[list[int]]:

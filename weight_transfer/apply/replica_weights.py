@@ -60,7 +60,13 @@ from weight_transfer.apply.staging import (
     write_back,
 )
 from weight_transfer.apply.trace_loader import trace_loader
-from weight_transfer.errors import ChunkMissingError, StoreError, WeightError, WrongBaseError
+from weight_transfer.errors import (
+    AdapterError,
+    ChunkMissingError,
+    StoreError,
+    WeightError,
+    WrongBaseError,
+)
 from weight_transfer.format.checkpoint import Checkpoint
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest, VerifiedManifest
 from weight_transfer.format.signing import VerifyKey
@@ -104,6 +110,9 @@ class CommitReport:
 
 class ReplicaWeights:
     """Weights of one rank's live model: the only code by which updates change and prove them."""
+
+    takes_adapters = False
+    """True if versions are LoRA adapters beside a base that stays, False if they are weights."""
 
     def __init__(
         self,
@@ -236,16 +245,30 @@ class ReplicaWeights:
             raise WrongBaseError(
                 "ranks that share a copy do not change jobs; start the engine anew"
             )
-        chunks = _ChunkFiles(self._files, chunks_dir, [each.manifest for each in manifests])
+        chunks = self._chunks(chunks_dir, manifests)
         return self._copy.decode(
             plan, lambda name: self._receiver.decode_tensor(plan, name, chunks), attempt
         )
 
     def _manifests(self, paths: Sequence[Path]) -> list[VerifiedManifest]:
-        return [
+        found = [
             VerifiedManifest.read(self._files.read(path, MAX_MANIFEST_BYTES), self._verify_key)
             for path in paths
         ]
+        for manifest in (each.manifest for each in found):
+            if (manifest.adapter is not None) != self.takes_adapters:
+                raise AdapterError(
+                    f"version {manifest.version} is whole weights, and this replica's `lora` keeps"
+                    " its base; publish an adapter, or leave `lora` out"
+                    if self.takes_adapters
+                    else f"version {manifest.version} is a LoRA adapter, and this replica has no"
+                    " place for one; give it `lora`, or publish merged weights"
+                )
+        return found
+
+    def _chunks(self, folder: Path, manifests: Sequence[VerifiedManifest]) -> Mapping[str, bytes]:
+        """Return the encoded chunks of manifests by name, each read when it is looked up."""
+        return _ChunkFiles(self._files, folder, [each.manifest for each in manifests])
 
     def _prepare(self, decoded: Decoded) -> Generator[None, None, Prepared]:
         with named_shortage(self.engine.device, "a fresh load of the new version"):
@@ -479,7 +502,7 @@ class WeightMethods(ABC):
         key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
         engine = self._engine_model()
         folder, meeting = (None if p is None else Path(p) for p in (weights_dir, place))
-        weights = self.rose_weights = self._rose_weights_class(
+        weights = self.rose_weights = self._weights_class(
             engine, Path(model_dir), key, folder, meeting
         )
         return {
@@ -556,6 +579,11 @@ class WeightMethods(ABC):
             "digests": dict(weights.digests),
             "elements": dict(weights.elements),
         }
+
+    @property
+    def _weights_class(self) -> type[ReplicaWeights]:
+        """Class of this rank's weights."""
+        return self._rose_weights_class
 
     @abstractmethod
     def _engine_model(self) -> EngineModel:

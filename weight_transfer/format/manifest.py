@@ -1,7 +1,7 @@
 """Manifest: the parts of a version, as lines of JSON in a signed envelope.
 
 line 1    {"job", "version", "parent", "codec", "trainer", "created_s", "expires_s", "tensors",
-          "origins"?, "on_update"?}; `tensors` is how many lines follow
+          "origins"?, "on_update"?, "adapter"?}; `tensors` is how many lines follow
 line 2 …  [name, dtype, shape, digest before, digest after, [chunk, …]], one line for each tensor
 chunk     [id, [first row, end], codec, encoded bytes, changed, [first column, end] | null,
           origin | null]
@@ -93,6 +93,18 @@ class OnUpdate(StrEnum):
     KEEP = "keep"
 
 
+class Adapter(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Settings of a LoRA adapter, in PEFT's words; the manifest's tensors are the adapter's alone.
+
+    `base`: `adapter.base_digest` of the checkpoint that it adapts.
+    """
+
+    base: Hex64
+    r: Annotated[int, Meta(ge=1, le=4_096)]
+    lora_alpha: Annotated[float, Meta(gt=0)]
+    use_rslora: bool = False
+
+
 class ManifestHead(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """First line of a manifest: everything but the entries of its tensors, which it counts."""
 
@@ -106,6 +118,7 @@ class ManifestHead(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     tensors: Annotated[int, Meta(ge=0, le=MOST_TENSORS)]
     origins: Annotated[tuple[Url, ...], Meta(max_length=4_096)] = ()
     on_update: OnUpdate = OnUpdate.RECOMPUTE
+    adapter: Adapter | None = None
 
 
 _read_head = msgspec.json.Decoder(ManifestHead).decode
@@ -118,8 +131,9 @@ class Manifest:
 
     Times are in wall-clock seconds. A base, all weights anew, names itself as its parent, and its
     chunks build on zeros. `origins`: addresses of the stores that hold chunks, where they are
-    several. `on_update`: treatment of turns in flight when a replica takes the version.
-    `signature`: 64 bytes, or empty.
+    several. `on_update`: treatment of turns in flight when a replica takes the version. `adapter`:
+    settings of the LoRA adapter that the version is, None for whole weights. `signature`: 64 bytes,
+    or empty.
     """
 
     job: str
@@ -133,6 +147,7 @@ class Manifest:
     signature: bytes = b""
     origins: tuple[str, ...] = ()
     on_update: OnUpdate = OnUpdate.RECOMPUTE
+    adapter: Adapter | None = None
 
     def __del__(self) -> None:
         # A hundred thousand tensors that end with the last reference to their tuple hold the

@@ -13,6 +13,7 @@ from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import (
     CODEC,
+    Adapter,
     Manifest,
     OnUpdate,
     TensorUpdate,
@@ -46,6 +47,8 @@ class VersionPublisher:
         self._clock = clock
         self._on_update = on_update
         self._known: tuple[int | None, Mapping[str, int]] = None, {}
+        self.adapter: Adapter | None = None
+        """Settings of the LoRA adapter that the published versions are, None for whole weights."""
 
     @property
     def store(self) -> ChunkStore:
@@ -111,6 +114,7 @@ class VersionPublisher:
             tensors=tensors,
             origins=origins,
             on_update=self._on_update,
+            adapter=self.adapter,
         ).signed(self._key)
         self._store.put_manifest(manifest)
         self._known = version, manifest.digests

@@ -30,6 +30,7 @@ from rose.contract.replica import (
 from rose.replica.engine import (
     BAD_REQUEST,
     MOST_WARM_UP_TOKENS,
+    HeldAdapter,
     OutputDelta,
     RequestRefusedError,
     StampedRequest,
@@ -207,9 +208,18 @@ class SglangEngine:
             int(self._manager.model_config.vocab_size),
         )
 
+    @property
+    def adapts(self) -> int:
+        return 0
+
     async def start(
-        self, body: GenerateBody, ages: KvStaleness, trace: TraceContext | None = None
+        self,
+        body: GenerateBody,
+        ages: KvStaleness,
+        trace: TraceContext | None = None,
+        adapter: HeldAdapter | None = None,
     ) -> SglangRequest:
+        del adapter  # Its replicas have none.
         del trace  # SGLang sends spans of its own requests; a turn's come from the gateway.
         return await SglangRequest.start(self._manager, body, ages, self._ends)
 

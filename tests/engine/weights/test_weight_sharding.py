@@ -89,7 +89,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def loader(case: ShardingCase) -> Any:
     import torch
 
-    from weight_transfer.vllm.worker import VllmLoader
+    from weight_transfer.vllm.live_model import VllmLoader
 
     return VllmLoader(case.config, torch.device("cpu"))
 

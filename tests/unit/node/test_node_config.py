@@ -60,6 +60,11 @@ WRONG = [
             ("vllm", "-tp=2", "-tp is an abbreviation; give the option's long name"),
             ("sglang", "--max-total-tokens=9", "--max-total-tokens is the node's to set; leave"),
             ("sglang", "--dp-size=2", "the node has data_parallel for --dp-size; leave out --dp"),
+            (
+                "vllm",
+                "--enable-lora",
+                "the node has lora for --enable-lora; leave out --enable-lora",
+            ),
             ("vllm", "--pipeline_par=2", "a replica does not have pipeline stages"),
             ("sglang", "--pp-size=2", "a replica does not have pipeline stages"),
         )
@@ -72,6 +77,12 @@ WRONG = [
         fields(REPLICA, engine="sglang", sleep_mode=True, kind="dedicated", device=0),
         "leave sleep_mode out, or run this replica on another engine",
     ),
+    (
+        fields(REPLICA, engine="sglang", lora={}),
+        "lora: sglang does not have it that a replica serves LoRA adapters as versions",
+    ),
+    (fields(REPLICA, lora={"max_rank": 12}), "max_rank"),
+    (fields(REPLICA, lora={"max_adapters": 1}), "max_adapters"),
     (fields(DEDICATED, step_profile="p"), "has no gate"),
     # GPUs.
     *((fields(ON_GPU, device=device), "device") for device in (-1, "0", True, "MIG-1")),

@@ -447,6 +447,20 @@ async def test_a_refusal_is_tried_three_times(
     assert asked == ["apply"] * 3
 
 
+async def test_an_adapter_that_does_not_fit_is_said_once_and_costs_no_engine(
+    case: UpdatesCase, replica: Answering
+) -> None:
+    body = b'{"error":{"type":"unfit_adapter","message":"r is 32, and lora.max_rank 16"}}'
+    asked = await replica(422, body, {})
+    case.release(2)
+    assert "r is 32, and lora.max_rank 16" in await case.noted("version_refused")
+    assert "r is 32" in case.updates.late
+    case.updates.wake()
+    case.release(3)
+    await until_async(lambda: len(asked) == 2, PATIENCE_S, "the next version is tried")
+    assert (case.whys, case.updates.version) == ([], 1)
+
+
 async def test_a_busy_host_is_no_refusal(case: UpdatesCase, replica: Answering) -> None:
     asked = await replica(503, b'{"error":{"type":"host_busy","message":"ask again"}}', {})
     case.release(2)
