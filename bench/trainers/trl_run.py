@@ -2,6 +2,7 @@
 
     server      GRPOTrainer, use_vllm, vllm_mode="server"
     rollout     the same with a rollout_func: two turns a trajectory, in one session
+    lora        server mode that trains an adapter with PEFT, and publishes that alone
     callback    a rollout_func without vLLM: PublishCallback
     async       AsyncGRPOTrainer(weight_transfer=RoseWeightTransfer(...))
     unsynced    server mode that publishes its base alone: replicas keep its first weights
@@ -34,7 +35,7 @@ from rose.client import BlockingRolloutClient, Sampling
 from rose.integrations import PolicyPublisher, TrainerSettings
 
 PROMPTS = [f"say {number}" for number in range(64)]
-MODES = ("server", "rollout", "callback", "async", "unsynced", "stock")
+MODES = ("server", "rollout", "lora", "callback", "async", "unsynced", "stock")
 BATCH, GROUP, TOKENS = 32, 8, 16
 SAVED = "checkpoint-*"
 WORD = re.compile("<[^<>]*>")
@@ -176,8 +177,12 @@ def grpo(args: argparse.Namespace) -> tuple[Any, PolicyPublisher | None]:
             publisher, served = published.publisher, {}
             callbacks.append(published)
         else:
-            publisher = use(settings)
+            publisher = use(settings, adapters=args.mode == "lora")
             served["vllm_server_base_url"] = settings.gateway
+        if args.mode == "lora":
+            from peft import LoraConfig
+
+            more["peft_config"] = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
         if args.mode in ("rollout", "callback"):
             newest = publisher
             more["rollout_func"] = two_turns(settings.client(), lambda: newest.version)

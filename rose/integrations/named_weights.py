@@ -92,7 +92,7 @@ class NamedWeights:
         do not fit are noted, and `finish` raises for them.
         """
         for name, tensor in named:
-            whole = _gathered(tensor)
+            whole = gathered(tensor)
             if keep:
                 self._take(checkpoint_name(name), whole)
 
@@ -121,7 +121,9 @@ class NamedWeights:
         want = self._base.get(name)
         if want is None:
             if "lora_" in name:
-                self._troubles[:] = ["adapters are not published; merge them into the weights"]
+                self._troubles[:] = [
+                    "adapters are not published among weights; publish them alone, or merge them"
+                ]
             try:
                 self._others[name] = tensor_bits(name, tensor)
             except TensorFormatError as error:
@@ -178,7 +180,18 @@ def _cast_equal(one: TensorBits, other: TensorBits) -> bool:
     return bool(np.array_equal(tensor_bits(one.name, cast, copy=False).bits, other.bits))
 
 
-def _gathered(tensor: "torch.Tensor") -> "torch.Tensor":
+def cast_bits(name: str, tensor: "torch.Tensor", dtype: str | None) -> TensorBits:
+    """Return the bits of a copy of a tensor in host memory, cast to `dtype` if both are types that
+    master weights are cast to.
+    """
+    import torch
+
+    own = str(tensor.dtype).removeprefix("torch.")
+    wanted = getattr(torch, dtype) if dtype in _CAST and own in _CAST else tensor.dtype
+    return tensor_bits(name, tensor.detach().to("cpu", wanted))
+
+
+def gathered(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return the whole tensor; for a DTensor this is a collective call of all ranks."""
     full = getattr(tensor, "full_tensor", None)
     whole: torch.Tensor = tensor if full is None else full()

@@ -20,11 +20,12 @@ from rose.client.blocking import LoopThread
 from rose.client.client import RolloutClient
 from rose.client.errors import RequestRefused, RolloutError
 from rose.errors import ConfigError, NotAnnouncedError, RefusedError, UnavailableError
+from rose.integrations.lora import LoraSettings, NamedAdapter, digest_of_base
 from rose.integrations.named_weights import Named, NamedWeights, ties_embeddings
 from rose.integrations.ranks import from_first, rank
 from rose.integrations.settings import TrainerSettings
 from rose.weight_distribution import PublisherSettings, Receipt, WeightPublisher
-from weight_transfer import TensorBits, WeightError, read_model_dir
+from weight_transfer import Adapter, TensorBits, WeightError, read_model_dir
 
 _log = logging.getLogger(__name__)
 LOOK_S = 0.05
@@ -65,6 +66,8 @@ class PolicyPublisher:
         # First version of this run; older ones are another run's.
         self._first = 0
         self._resumed = False
+        # Digest of the base, which adapters name; computed once, of all weights.
+        self._base_name = ""
         self.receipts: list[PolicyReceipt] = []
         """Receipts of the versions that this process published, oldest first."""
 
@@ -119,8 +122,17 @@ class PolicyPublisher:
             self.close()
             raise
 
-    def publish(self, named: Named, *, wait: bool = True, collective: bool = True) -> int:
+    def publish(
+        self,
+        named: Named,
+        *,
+        wait: bool = True,
+        collective: bool = True,
+        lora: LoraSettings | None = None,
+    ) -> int:
         """Publish a version made of these named tensors, and return its number.
+
+        lora: they are those of a LoRA adapter by PEFT's names, with these settings.
 
         collective: every rank calls this with all names, in the same order; DTensors are gathered
         one by one, and all ranks get the number. False: the trainer calls the first rank alone, and
@@ -133,14 +145,23 @@ class PolicyPublisher:
             base = self._of_base()
         except Exception as error:  # noqa: BLE001 - raised below, once nobody waits for this rank
             failed = error
-        weights = NamedWeights(base, tied=ties_embeddings(self.settings.checkpoint))
+        keep = rank() == 0 and failed is None
+        weights: NamedWeights | NamedAdapter
+        if lora is None:
+            weights = NamedWeights(base, tied=ties_embeddings(self.settings.checkpoint))
+        else:
+            if keep and not self._base_name:
+                self._base_name = digest_of_base(base)
+            weights = NamedAdapter(base, lora, self._base_name)
         # Gather before anything may raise: gathering is collective.
-        weights.take(named, keep=rank() == 0 and failed is None)
+        weights.take(named, keep=keep)
 
         def work() -> tuple[int, int]:
             if failed is not None:
                 raise failed
-            self._publish(weights.finish(), wait=wait)
+            new = weights.finish()
+            adapter = weights.adapter if isinstance(weights, NamedAdapter) else None
+            self._publish(new, adapter, wait=wait)
             return self.known
 
         self.known = from_first(work, "the first rank published nothing") if collective else work()
@@ -240,10 +261,12 @@ class PolicyPublisher:
             _log.warning("%s cannot be gone on from: %s", self.settings.root, error)
             return None
 
-    def _publish(self, new: Mapping[str, TensorBits], *, wait: bool) -> None:
+    def _publish(
+        self, new: Mapping[str, TensorBits], adapter: Adapter | None, *, wait: bool
+    ) -> None:
         assert self._thread is not None
         began_s = time.perf_counter()
-        receipt = self._thread.call(self._put(new))
+        receipt = self._thread.call(self._put(new, adapter))
         self._version, self._bits = receipt.version, new
         served_s = time.perf_counter()
         if wait:
@@ -260,10 +283,12 @@ class PolicyPublisher:
             )
         )
 
-    async def _put(self, new: Mapping[str, TensorBits]) -> Receipt:
+    async def _put(self, new: Mapping[str, TensorBits], adapter: Adapter | None) -> Receipt:
         assert self._publisher is not None
         try:
             async with asyncio.timeout(self.settings.timeout_s):
+                if adapter != self._publisher.adapter:
+                    self._publisher.adapter, self._bits = adapter, None
                 if self._bits is None or _layout(self._bits) != _layout(new):
                     return await self._publisher.publish_anew(self._version + 1, new)
                 version, old = self._version, self._bits

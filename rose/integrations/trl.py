@@ -26,6 +26,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from rose.contract.gateway import JOB_HEADER, RETRIED
 from rose.errors import RefusedError, UnavailableError
+from rose.integrations.lora import adapter_of, is_adapted
 from rose.integrations.named_weights import Named
 from rose.integrations.policy_publisher import PolicyPublisher
 from rose.integrations.settings import TrainerSettings
@@ -51,9 +52,12 @@ PROBE_S, HEALTH_S = 2.0, 2.0
 MOST_MISSED = 3
 
 
-def use(settings: TrainerSettings) -> PolicyPublisher:
+def use(settings: TrainerSettings, *, adapters: bool = False) -> PolicyPublisher:
     """Replace TRL's vLLM client by ROSE's for every trainer that is built after this; return the
     publisher.
+
+    adapters: of a model of PEFT the LoRA adapter is published; else it is merged, and whole weights
+    are.
 
     TRL has no argument for the class of its client, so this replaces the class in
     `trl.generation.vllm_generation`. The publisher is closed when the process exits. Raises
@@ -67,10 +71,26 @@ def use(settings: TrainerSettings) -> PolicyPublisher:
         def __init__(self, *_: object, connection_timeout: float = 0.0, **__: object) -> None:
             super().__init__(publisher, connection_timeout)
 
+    def sync_adapter(generation: Any) -> None:  # noqa: ANN401 -- TRL's VLLMGeneration
+        publish_model(publisher, generation.accelerator.unwrap_model(generation.model))
+
     vllm_generation.VLLMClient = JobClient
+    if adapters:
+        vllm_generation.VLLMGeneration.sync_weights = sync_adapter
     _need_no_vllm(vllm_generation)
     atexit.register(publisher.close)
     return publisher
+
+
+def publish_model(publisher: PolicyPublisher, model: "torch.nn.Module") -> None:
+    """Publish a model's weights as the next version, or the LoRA adapter alone of one of PEFT; all
+    ranks call it.
+    """
+    if is_adapted(model):
+        lora, named = adapter_of(model)
+        publisher.publish(named, lora=lora)
+    else:
+        publisher.publish(model.named_parameters())
 
 
 class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this is checked
@@ -224,7 +244,8 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     optimiser steps.
 
     It is for trainers whose rollout_func asks the gateway itself; a rollout_func beside
-    `use_vllm=True` does not need it. Weights are plain or FSDP2's; adapters are refused.
+    `use_vllm=True` does not need it. Weights are plain or FSDP2's; of a model of PEFT the adapter
+    is published.
     """
 
     def __init__(self, settings: TrainerSettings, every: int = 1) -> None:
@@ -237,7 +258,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
         """Publish the model's weights: replicas may have another run's, or version 0 if training is
         resumed.
         """
-        self.publisher.publish(model.named_parameters())
+        publish_model(self.publisher, model)
 
     def on_step_end(
         self,
@@ -249,7 +270,7 @@ class PublishCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         """Publish the model's weights after each `every`-th optimiser step."""
         if state.global_step % self._every == 0:
-            self.publisher.publish(model.named_parameters())
+            publish_model(self.publisher, model)
 
     def on_train_end(self, args: object, state: object, control: object, **_: object) -> None:
         """Stop serving versions to nodes; published versions stay."""

@@ -127,6 +127,30 @@ def test_grpo_learns_and_samples_what_it_trains(
         assert run.mismatch <= 0.01
 
 
+@pytest.fixture(scope="module")
+def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerStack]:
+    """A fleet whose replica takes adapters."""
+    folder = tmp_path_factory.mktemp("adapted")
+    with TrainerStack(folder, model, replica={"lora": {"max_rank": 8}}) as started:
+        started.wait_ready()
+        yield started
+
+
+def test_grpo_with_peft_publishes_the_adapter_alone(
+    python: Path, adapted: TrainerStack, tmp_path: Path
+) -> None:
+    with started(python, adapted, tmp_path, "lora", 12, "--rate=1e-2") as process:
+        run = finished(process, tmp_path)
+    first, *_, last = run.versions
+    assert run.versions == list(range(first, first + 12))
+    assert serves(adapted, last)
+    assert run.learned(), [each["reward"] for each in run.steps]
+    assert run.mismatch <= 0.01
+    whole = sum(path.stat().st_size for path in adapted.model.glob("*.safetensors"))
+    assert run.end["receipts"][0]["full_bytes"] < whole / 2
+    assert max(each["served_s"] for each in run.end["receipts"][1:]) < 1.0
+
+
 def test_async_grpo_learns_while_rollouts_go_on(
     python: Path, stack: TrainerStack, tmp_path: Path
 ) -> None:

@@ -12,12 +12,13 @@ from rose.client.errors import GatewayUnavailable
 from rose.errors import NotAnnouncedError, RefusedError, UnavailableError
 from rose.integrations import PolicyPublisher, TrainerSettings
 from rose.integrations import policy_publisher as publisher
+from rose.integrations.lora import LoraSettings, digest_of_base
 from rose.integrations.ranks import everywhere
 from rose.weight_distribution import Receipt
 from tests.harness.policies import NORM, checkpoint, trainer_settings, weights
-from weight_transfer import SigningKey, TensorBits, WeightError
+from weight_transfer import Adapter, SigningKey, TensorBits, WeightError, tensor_bits
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 
 @dataclass
@@ -38,10 +39,12 @@ class StandInWeightPublisher:
     parents: list[Mapping[str, TensorBits]] = field(default_factory=list)
     closed: bool = False
     announced: int = 0
+    adapter: Adapter | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, job: str, *_: object, **options: object) -> None:
         self.calls, self.parents, self.closed, self.options = [], [], False, options
+        self.adapter = None
         type(self).made.append(self)
 
     async def start(self) -> Begun:
@@ -136,6 +139,22 @@ def test_versions_follow_the_checkpoint_one_by_one(policy: PolicyPublisher) -> N
     ] == [True, True]
     assert [each.version for each in policy.receipts] == [1, 2]
     assert policy.oldest_allowed == 1, "two versions, and one of them may be behind"
+
+
+def test_adapters_begin_a_chain_and_new_settings_begin_another(settings: TrainerSettings) -> None:
+    base = {"m.weight": tensor_bits("m.weight", torch.ones(6, 5))}
+    tensors = [
+        (f"base_model.model.m.lora_{letter}.weight", torch.rand(*shape))
+        for letter, shape in (("A", (2, 5)), ("B", (6, 2)))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publisher, "read_model_dir", lambda _: base)
+        with PolicyPublisher(settings) as policy:
+            for alpha in (4.0, 4.0, 8.0, 8.0):
+                policy.publish(tensors, lora=LoraSettings(2, alpha))
+            (made,) = StandInWeightPublisher.made
+            assert made.calls == [("anew", 1), ("delta", 2), ("anew", 3), ("delta", 4)]
+            assert made.adapter == Adapter(digest_of_base(base), 2, 8.0)
 
 
 def test_a_trainer_that_starts_again_goes_on_from_what_it_published(
