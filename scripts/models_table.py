@@ -19,6 +19,7 @@ TAKEN: Final = ROOT / "bench" / "results" / "contract" / "models.json"
 RUN: Final = ROOT / "out" / "models"
 PARTS: Final = ("host", "guest", "weights")
 WORKS: Final = "works"
+REPLACED: Final = "works, modules replaced"
 NOT_RUN: Final = "not run"
 Cells = dict[str, str]
 
@@ -28,7 +29,9 @@ def weights_cell(outcome: Mapping[str, Any]) -> str:
     if outcome["refused"]:
         return re.sub(r"\[rose:\w+\] ", "", outcome["refused"])
     whole = outcome["updates"] == 2 and outcome["equal"] and not outcome["missed"]
-    return WORKS if whole and not outcome["flipped"] else f"broken: {json.dumps(outcome)}"
+    if not whole or outcome["flipped"]:
+        return f"broken: {json.dumps(outcome)}"
+    return REPLACED if outcome["packed"] else WORKS
 
 
 def kv_cells(outcome: Mapping[str, Any]) -> Cells:
@@ -70,7 +73,7 @@ def table() -> Iterator[str]:
         for engine, cells in found.items():
             for part in PARTS:
                 cell = cells.get(family, {}).get(part, NOT_RUN)
-                if cell not in (WORKS, NOT_RUN):
+                if cell not in (WORKS, REPLACED, NOT_RUN):
                     lines.setdefault(cell, []).append(f"{family} on {engine}, {part}")
                     cell = "**broken**" if cell.startswith("broken") else "refused"
                 words.append(cell)

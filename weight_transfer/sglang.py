@@ -45,6 +45,9 @@ class SglangLoader:
             model: torch.nn.Module = loader._initialize_model(config, load_config, quantized)
         return model
 
+    def only_copies(self, skeleton: torch.nn.Module) -> None:
+        """Leave SGLang's loaders as they are: they copy, and post-processing quantises."""
+
     def loading(self) -> AbstractContextManager[Any]:
         """Return an empty context: SGLang's loaders need none around them."""
         return nullcontext()

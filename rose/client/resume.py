@@ -90,8 +90,9 @@ class Received:
         if self._tokens and (asked.counts_output or self._ask.body.routed_experts):
             raise AnswerBroken(
                 f"its gateway was lost after {len(self._tokens)} tokens of a turn with"
-                " frequency_penalty, presence_penalty, routed_experts or structured output, which"
-                " cannot go on from them: ask for it anew, or without a stream"
+                " frequency_penalty, presence_penalty, routed_experts, structured output or"
+                " deterministic sampling, which cannot go on from them: ask for it anew, or without"
+                " a stream"
             )
         self._keep_spans()
         self._base = self._seen = len(self._tokens)

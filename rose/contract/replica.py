@@ -75,6 +75,8 @@ class Sampling(Struct, frozen=True, gc=False):
     `prompt_logprobs` N requests logprobs of each prompt token and of N alternatives to it,
     `logprobs` N those of the N most likely tokens at each output token.
     `routed_experts_prompt_start` N requests the experts of each position from N on.
+    `deterministic` requests that the same turn under the same version gives the same bits on every
+    replica, whatever else it computes; a replica whose engine is not batch-invariant refuses it.
     """
 
     temperature: float = 1.0
@@ -94,6 +96,7 @@ class Sampling(Struct, frozen=True, gc=False):
     structured_outputs: StructuredOutputs | None = None
     logprobs: Count = 0
     routed_experts_prompt_start: Count | None = None
+    deterministic: bool = False
 
     def rest(self, max_tokens: int, length: int = 0) -> Self:
         """Return the sampling of a turn that continues with only `max_tokens` left to generate.
@@ -117,12 +120,16 @@ class Sampling(Struct, frozen=True, gc=False):
 
     @property
     def counts_output(self) -> bool:
-        """True if penalties or structured output make the next token depend on earlier output.
+        """True if the next token depends on how earlier output came to be: on penalties, on
+        structured output, or on random numbers of a deterministic turn.
 
         Such a turn cannot continue elsewhere, with its tokens as a prompt.
         """
         return bool(
-            self.frequency_penalty or self.presence_penalty or self.structured_outputs is not None
+            self.frequency_penalty
+            or self.presence_penalty
+            or self.structured_outputs is not None
+            or (self.deterministic and self.temperature)
         )
 
 

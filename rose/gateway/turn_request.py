@@ -37,6 +37,12 @@ def check_sampling(sampling: Sampling) -> None:
         raise BadRequest(f"top_k must be 0 or -1 (off), or at least 1, got {sampling.top_k}")
     if sampling.allowed_token_ids is not None and not sampling.allowed_token_ids:
         raise BadRequest("allowed_token_ids is empty: no token could be sampled")
+    if sampling.deterministic and sampling.temperature and sampling.seed is None:
+        raise BadRequest(
+            "deterministic: without a seed each answer is sampled anew; send a seed, or temperature"
+            " 0",
+            "deterministic",
+        )
     _check_penalties(sampling)
     ids = [*(sampling.stop_token_ids or ()), *(sampling.allowed_token_ids or ())]
     if ids and not 0 <= min(ids) <= max(ids) < TOKEN_IDS:
@@ -168,7 +174,8 @@ class TurnRequest:
         ):
             raise BadRequest(
                 "hedges: a second copy cannot go on from tokens with frequency_penalty, "
-                "presence_penalty, prompt_logprobs or structured output; leave out one of them",
+                "presence_penalty, prompt_logprobs, structured output or deterministic sampling; "
+                "leave out one of them",
                 "hedges",
             )
 

@@ -132,12 +132,14 @@ class NamedWeights:
         if tuple(tensor.shape) != want.shape:
             self._troubles.append(f"{name} is {tuple(tensor.shape)}, not {want.shape}")
             return
-        dtype = getattr(torch, want.dtype)
+        # Bytes that weights share are uint8 where torch does not have their dtype.
+        dtype = getattr(torch, want.dtype, torch.uint8)
         castable = want.dtype in _CAST and str(tensor.dtype).removeprefix("torch.") in _CAST
         if tensor.dtype != dtype and not castable:
             self._troubles.append(f"{name} is {tensor.dtype}, which is not cast to {want.dtype}")
             return
-        bits = tensor_bits(name, tensor.detach().to("cpu", dtype))
+        cast = tensor_bits(name, tensor.detach().to("cpu", dtype)).bits
+        bits = TensorBits(name, want.dtype, want.shape, cast)
         before = self._bits.get(name)
         if before is not None and not np.array_equal(before.bits, bits.bits):
             self._troubles.append(f"the trainer gives {name} twice, with other values")

@@ -45,6 +45,9 @@ OF_THE_NODE = frozenset(
 )
 
 
+DETERMINISTIC = "--enable-deterministic-inference"
+
+
 class Frozen(BaseModel):
     """Base of configuration models: unknown fields are refused, and objects cannot be changed."""
 
@@ -300,6 +303,12 @@ class ReplicaConfig(OnGpus):
         if self.wants_mps:
             raise ValueError(
                 "mps_priority and mps_thread_percentage need a GPU; name it in `device`"
+            )
+        invariant = self.extra_env.get("VLLM_BATCH_INVARIANT", "0").strip().lower()
+        if invariant not in ("0", "", "false") or DETERMINISTIC in self.engine_args:
+            raise ValueError(
+                f"VLLM_BATCH_INVARIANT and {DETERMINISTIC} need a GPU: no engine has such kernels"
+                " for a CPU; name the GPU in `device`"
             )
         return self
 

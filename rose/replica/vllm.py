@@ -30,9 +30,10 @@ from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
 
 from msgspec import structs
-from vllm import SamplingParams, exceptions
+from vllm import SamplingParams, envs, exceptions
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 from vllm.v1.engine.output_processor import RequestState
@@ -67,6 +68,10 @@ _UNAVAILABLE: Final = 503
 NO_ROUTES: Final = (
     "routed_experts: the engine gives none; start it with --enable-return-routed-experts, which"
     " needs a mixture of experts, a prefix cache and vLLM's model runner V2"
+)
+VARIES: Final = (
+    "deterministic: what the engine computes depends on its batch; start it with"
+    " VLLM_BATCH_INVARIANT=1 on an NVIDIA GPU"
 )
 _of_engines: "Final[WeakKeyDictionary[Any, Stamps]]" = WeakKeyDictionary()
 _ENDS: "Final[WeakKeyDictionary[Any, tuple[int, ...]]]" = WeakKeyDictionary()
@@ -236,6 +241,8 @@ class VllmRequest(StampedRequest):
         RequestRefusedError.
         """
         _check_ids(engine, body)
+        if body.sampling.deterministic and not _batch_invariant():
+            raise RequestRefusedError(BAD_REQUEST, VARIES)
         start = body.sampling.routed_experts_prompt_start
         gives_routes = _gives_routes(engine)
         if start is not None and not (gives_routes and start < len(body.token_ids)):
@@ -525,6 +532,13 @@ def _gives_routes(engine: Any) -> bool:  # noqa: ANN401 - AsyncLLM
     """Return True if the engine was started with `--enable-return-routed-experts`."""
     config = getattr(engine.vllm_config, "aux_output_config", None)
     return bool(getattr(config, "enable_return_routed_experts", False))
+
+
+def _batch_invariant() -> bool:
+    """Return True if the engine's kernels give the same bits in every batch: a CPU has none that
+    do."""
+    # A version that does not know the variable ignores it.
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)) and current_platform.is_cuda()
 
 
 def _parameters(

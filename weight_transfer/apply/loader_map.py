@@ -38,6 +38,7 @@ class LoaderMap:
         rectangles: Sequence[Rectangle],
         loose: Sequence[str],
         transformed: Mapping[str, str],
+        packed: Sequence[str] = (),
     ) -> None:
         self._live = live
         self._rectangles: dict[str, list[Rectangle]] = defaultdict(list)
@@ -45,6 +46,9 @@ class LoaderMap:
             self._rectangles[rectangle.source].append(rectangle)
         self.loose = tuple(loose)
         """Names of parameters that updates copy as a whole from a fresh load."""
+        self.packed = tuple(packed)
+        """Names of modules that keep weights where no parameter shows them: updates replace them by
+        those of a fresh load."""
         self.transformed = transformed
         """Checkpoint tensors that no map describes, and the reason."""
 
@@ -64,7 +68,8 @@ class LoaderMap:
         what a fresh load gives.
         """
         _refuse_casts(model, trace, base)
-        live = live_tensors(model, trace)
+        packed = _packed(model, trace)
+        live = {n: t for n, t in live_tensors(model, trace).items() if _module(n) not in packed}
         by_target: dict[str, list[Rectangle]] = defaultdict(list)
         for rectangle in trace.rectangles:
             by_target[rectangle.target].append(rectangle)
@@ -77,10 +82,10 @@ class LoaderMap:
             _prove_loose(live, loose, live_tensors(fresh(), trace))
         transformed = dict(trace.transformed)
         for rectangle in trace.rectangles:
-            if rectangle.target in loose:
+            if rectangle.target in loose or _module(rectangle.target) in packed:
                 transformed.setdefault(rectangle.source, f"{rectangle.target} is processed further")
         kept = [r for r in trace.rectangles if r.target in live and r.target not in loose]
-        return cls(live, kept, loose, transformed)
+        return cls(live, kept, loose, transformed, packed)
 
     def rectangles(self, name: str) -> Sequence[Rectangle]:
         """Return the maps of a checkpoint tensor into this rank's parameters, perhaps none."""
@@ -113,6 +118,24 @@ class LoaderMap:
     def bits(self, name: str) -> Flat:
         """Return a live parameter's memory as writable bits, in host memory or on its device."""
         return live_bits(self.parameter(name))
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _packed(model: torch.nn.Module, trace: Trace) -> tuple[str, ...]:
+    """Return the modules on a CPU that have no such parameter any more as the loader fills.
+
+    On a GPU a kernel's memory stays where CUDA graphs know it: a parameter that is gone there went
+    into another one.
+    """
+    known: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    if any(parameter.device.type != "cpu" for parameter in known.values()):
+        return ()
+    known |= dict(model.named_buffers(remove_duplicate=False))
+    gone = (each.target for each in trace.rectangles if each.target not in known)
+    return tuple(dict.fromkeys(map(_module, gone)))
 
 
 def live_tensors(model: torch.nn.Module, trace: Trace) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ live        the probe's logits are those of a reference; and for each kind of we
             of it are changed in the live model: its logits must change
 reference   all kinds are changed at once, and a reference is made: its logits must not change
 A kind is a parameter's name without its numbers: all layers' routers are one.
+Where a loader transforms weights, an update of all kinds is rehearsed besides, and undone.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from weight_transfer.apply.loader_map import LoaderMap
+from weight_transfer.apply.receiver import StagedTensor
 from weight_transfer.apply.reference import Reference, finish
 from weight_transfer.apply.trace_loader import Rectangle, flat_bits, flat_view
 from weight_transfer.errors import ProbeError
 from weight_transfer.format.digest import MODULUS
+from weight_transfer.format.tensors import TensorBits
+from weight_transfer.kernels.processor import Change
 
 if TYPE_CHECKING:
     import torch
@@ -230,6 +236,14 @@ def noticed(
 def kind_of(name: str) -> str:
     """Return a parameter's name without its numbers, which is the same for all layers."""
     return _NUMBER.sub("", name)
+
+
+def flipped(tensor: TensorBits) -> StagedTensor:
+    """Return a change of all of a checkpoint tensor's weights: of the other sign, or of one lower
+    bit for scales and truth values, which have none."""
+    bits, unsigned = tensor.bits, tensor.dtype in ("float8_e8m0fnu", "bool")
+    bit = bits.dtype.type(1 if unsigned else 1 << (8 * bits.itemsize - 1))
+    return StagedTensor(tensor.name, Change(np.arange(bits.size), bits, bits ^ bit), 0)
 
 
 def _places(weight: torch.Tensor) -> Iterator[list[int]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -57,6 +57,13 @@ class ModelLoader(Protocol):
 
     def skeleton(self, device: torch.device) -> torch.nn.Module:
         """Return a new instance of the engine's model on `device`, its weights not loaded."""
+        ...
+
+    def only_copies(self, skeleton: torch.nn.Module) -> None:
+        """Make the loaders of an instance that is only traced leave out all but their copies.
+
+        Some quantise a layer as soon as it is complete.
+        """
         ...
 
     def loading(self) -> AbstractContextManager[Any]:
@@ -171,10 +178,12 @@ def layer_of(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Result of a fresh load of one version: its probe logits and its loose parameters by name."""
+    """Result of a fresh load of one version: its probe logits, and by name its loose parameters and
+    the modules that have packed theirs away."""
 
     logits: torch.Tensor
     loose: Mapping[str, torch.Tensor]
+    modules: Mapping[str, torch.nn.Module] = field(default_factory=dict)
 
 
 def reference_in_pieces(
@@ -183,6 +192,7 @@ def reference_in_pieces(
     staged: StagedUpdate | None,
     loose: tuple[str, ...],
     plan: LayerPlan | None,
+    packed: tuple[str, ...] = (),
 ) -> Generator[None, None, Reference]:
     """Load `tensors` with the changes of `staged` and run the probe.
 
@@ -199,7 +209,8 @@ def reference_in_pieces(
     yield
     logits = engine.prober.logits(model)
     known = dict(model.named_parameters()) | dict(model.named_buffers())
-    return Reference(logits, {name: known[name].detach() for name in loose})
+    modules = {name: model.get_submodule(name) for name in packed}
+    return Reference(logits, {name: known[name].detach() for name in loose}, modules)
 
 
 def overlay(tensors: Mapping[str, TensorBits], staged: Mapping[str, StagedTensor]) -> ReadTensor:

@@ -39,12 +39,20 @@ import torch
 from weight_transfer import errors
 from weight_transfer.apply.loader_map import LoaderMap
 from weight_transfer.apply.node_copy import NodeCopy
-from weight_transfer.apply.probe import Audit, ProbeResult, compare, insist_on_sight
+from weight_transfer.apply.probe import (
+    Audit,
+    ProbeResult,
+    compare,
+    flipped,
+    insist_on_sight,
+    kind_of,
+)
 from weight_transfer.apply.receiver import Receiver, StagedUpdate
 from weight_transfer.apply.reference import (
     EngineModel,
     LayerPlan,
     Reference,
+    finish,
     load_fresh,
     overlay,
     reference_in_pieces,
@@ -63,6 +71,7 @@ from weight_transfer.apply.trace_loader import trace_loader
 from weight_transfer.errors import (
     AdapterError,
     ChunkMissingError,
+    ProbeError,
     StoreError,
     WeightError,
     WrongBaseError,
@@ -137,11 +146,40 @@ class ReplicaWeights:
         warm_kernels(base, engine.device)
         self.map, self.load_plan = map_engine(engine, base)
         insist_on_sight(engine, self.map, lambda: self._reference(base, None))
+        if self.map.loose or self.map.packed:
+            self._rehearse(base)
         self._receiver = Receiver.over(self._copy)
         self._shared = place is not None
         self._staging: Staging | None = None
         self._unsettled: StagedUpdate | None = None
         self._settling = threading.Lock()
+
+    def _rehearse(self, base: Mapping[str, TensorBits]) -> None:
+        """Make an update of a tensor of each kind and undo it. Raise ProbeError unless the live
+        model then computes what a fresh load computes, and after it what it computed before.
+
+        An engine that keeps what it made of loose parameters elsewhere too is found so.
+        """
+        engine = self.engine
+        before = engine.prober.logits(engine.model)
+        kinds = {kind_of(name): tensor for name, tensor in base.items()}
+        update = StagedUpdate(0, 0, tuple(flipped(tensor) for tensor in kinds.values()), 0)
+        reference = finish(self._reference(base, update))
+        placement = place(self.map, update)
+        copy = OpaqueCopy(engine.model, self.map, reference)
+        try:
+            wrong = write(placement) + copy.write()
+            after = compare(engine.prober.logits(engine.model), reference.logits)
+        finally:
+            write_back(placement)
+            copy.write_back()
+        undone = compare(engine.prober.logits(engine.model), before)
+        if wrong or not (after.ok and undone.ok):
+            first = (wrong or self.map.loose or self.map.packed)[0]
+            raise ProbeError(
+                f"the engine does not compute with {first} as its own loader makes it anew, so no"
+                " update of this model could be proven: serve weights in another format"
+            )
 
     @property
     def version(self) -> int:
@@ -278,11 +316,13 @@ class ReplicaWeights:
     def _reference(
         self, tensors: Mapping[str, TensorBits], update: StagedUpdate | None
     ) -> Generator[None, None, Reference]:
-        return reference_in_pieces(self.engine, tensors, update, self.map.loose, self.load_plan)
+        loose, packed = self.map.loose, self.map.packed
+        return reference_in_pieces(self.engine, tensors, update, loose, self.load_plan, packed)
 
     def _activate(self, prepared: Prepared) -> CommitReport:
         started_s = time.perf_counter()
-        loose = OpaqueCopy(self.map, prepared.reference.loose if prepared.update.tensors else {})
+        changes = bool(prepared.update.tensors)
+        loose = OpaqueCopy(self.engine.model, self.map, prepared.reference if changes else None)
         try:
             unproven = write(prepared.placement) + loose.write()
             self._unsettled = prepared.update
@@ -356,13 +396,15 @@ def map_engine(
     except NotImplementedError:
         # The constructor computes with tensors (slopes of ALiBi), which have no data on meta.
         traced, layerwise = engine.skeleton(engine.device), False
+    engine.only_copies(traced)
     trace = trace_loader(traced, base)
 
     def fresh() -> torch.nn.Module:
         return load_fresh(engine, base, overlay(base, {}))
 
-    plan = LayerPlan.of(trace, traced, engine.model) if layerwise else None
-    return LoaderMap.prove(engine.model, trace, base, fresh), plan
+    proved = LoaderMap.prove(engine.model, trace, base, fresh)
+    whole = not layerwise or proved.packed
+    return proved, None if whole else LayerPlan.of(trace, traced, engine.model)
 
 
 class Enclosed:
@@ -495,9 +537,9 @@ class WeightMethods(ABC):
     ) -> dict[str, Any]:
         """Take `model_dir` as version 0 and prove that the engine serves it.
 
-        Return {version, loose, transformed}. Updates are read from below `weights_dir`; None lets
-        the caller name any file. Ranks that are given one `place`, a path on each node that is new
-        at each init, share a copy of the checkpoint.
+        Return {version, loose, transformed, packed}. Updates are read from below `weights_dir`;
+        None lets the caller name any file. Ranks that are given one `place`, a path on each node
+        that is new at each init, share a copy of the checkpoint.
         """
         key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
         engine = self._engine_model()
@@ -509,6 +551,7 @@ class WeightMethods(ABC):
             "version": weights.version,
             "loose": list(weights.map.loose),
             "transformed": dict(weights.map.transformed),
+            "packed": list(weights.map.packed),
         }
 
     @names_errors

@@ -44,11 +44,21 @@ _ROWS, _COLUMNS = 64, 64
 
 
 class OpaqueCopy:
-    """Copy of all loose parameters from a fresh load into the live model, which can be undone."""
+    """Copy of all loose parameters from a fresh load into the live model, which can be undone.
 
-    def __init__(self, loader_map: LoaderMap, fresh: Mapping[str, torch.Tensor]) -> None:
+    Modules with packed weights change places with those of the fresh load.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, loader_map: LoaderMap, reference: Reference | None
+    ) -> None:
+        """Prepare the copy of what `reference` has into `model`; of None nothing is copied."""
+        fresh = reference.loose if reference else {}
         self._live = {name: loader_map.parameter(name) for name in fresh}
         self._fresh = fresh
+        modules = reference.modules if reference else {}
+        self._modules = [(model.get_submodule(name), new) for name, new in modules.items()]
+        self._swapped = False
         self._old: dict[str, torch.Tensor] = {}
 
     def write(self) -> tuple[str, ...]:
@@ -59,6 +69,7 @@ class OpaqueCopy:
         import torch
 
         wrong = []
+        self._swap(to_fresh=True)
         with torch.inference_mode():
             for name, live in self._live.items():
                 self._old.setdefault(name, flat_view(live).clone())
@@ -75,9 +86,17 @@ class OpaqueCopy:
         """Write back the values that the loose parameters had before `write`."""
         import torch
 
+        self._swap(to_fresh=False)
         with torch.inference_mode():
             for name, old in self._old.items():
                 flat_view(self._live[name]).copy_(old)
+
+    def _swap(self, *, to_fresh: bool) -> None:
+        if self._swapped is to_fresh:
+            return
+        for live, fresh in self._modules:
+            live.__dict__, fresh.__dict__ = fresh.__dict__, live.__dict__
+        self._swapped = to_fresh
 
 
 ParameterChange: TypeAlias = tuple[str, Change]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weight_transfer.errors import TensorFormatError
-from weight_transfer.format.tensors import SAFETENSORS, WIDTHS, TensorBits, unsigned
+from weight_transfer.format.tensors import PACKED_BITS, SAFETENSORS, WIDTHS, TensorBits, unsigned
 
 SUFFIX = ".safetensors"
 INDEX = "model" + SUFFIX + ".index.json"
@@ -230,13 +230,25 @@ def _entry(where: str, name: str, entry: Any, origin: int) -> CheckpointEntry:  
         )
     try:
         dtype, width = SAFETENSORS[entry["dtype"]]
-        shape = tuple(int(n) for n in entry["shape"])
+        shape = _stored(tuple(int(n) for n in entry["shape"]), PACKED_BITS.get(entry["dtype"], 0))
         begin, end = (int(n) for n in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise TensorFormatError(f"{where}: cannot read the entry of {name}: {entry}") from error
     if begin < 0 or min(shape, default=0) < 0 or end - begin != math.prod(shape) * width:
         raise TensorFormatError(f"{where}: {name} has offsets {begin}..{end} for shape {shape}")
     return CheckpointEntry(name, dtype, shape, origin + begin, origin + end)
+
+
+def _stored(shape: tuple[int, ...], packed_bits: int) -> tuple[int, ...]:
+    """Return the shape in elements: bytes along the last dimension, or of all weights, where
+    weights of `packed_bits` bits share them."""
+    if not packed_bits:
+        return shape
+    nbytes, odd = divmod(math.prod(shape) * packed_bits, 8)
+    if odd:
+        raise ValueError("weights that end within a byte")
+    row_bytes, odd = divmod(shape[-1] * packed_bits, 8)
+    return (nbytes,) if odd else (*shape[:-1], row_bytes)
 
 
 def _index(folder: Path) -> dict[str, str]:

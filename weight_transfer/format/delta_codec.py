@@ -5,6 +5,7 @@ sparse   index gaps + ulp deltas         payload: gap plane count u8 | gap plane
 bitmap   changed map + ulp deltas        payload: bitmap plane | delta planes
 dense    new bits                        payload: value planes
 compact  changes by class of old weight  payload: see `format/entropy.py`
+compact4, compact6, compact32  the same, of weights of so many bits that share an element
 
 A gap is the distance to the previous changed index, less one. An ulp delta is new − old of the
 integer views, wrapped to the element's width, zigzag coded: exact for every bit pattern.
@@ -31,9 +32,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from weight_transfer.errors import ChunkFormatError
-from weight_transfer.format.entropy import decode_compact, encode_compact
+from weight_transfer.format.entropy import decode_compact, encode_compact, join, split
 from weight_transfer.format.tensors import Bits, Flat, WeightClass
-from weight_transfer.kernels.cpu import apply_changes, gaps_of
+from weight_transfer.kernels.cpu import apply_changes, compare, gaps_of
 from weight_transfer.kernels.processor import Change, Difference, processor_of
 from weight_transfer.kernels.simd import all_equal, join_plane, split_plane
 
@@ -48,6 +49,8 @@ _MODULUS = 1 << 64
 _SPARSE_SHARE = 4
 """One weight of this many may change before a bitmap is tried: no sparse form is shorter then."""
 _SURELY_COMPACT = 4096
+_NIBBLES = WeightClass(1, 2, field=4)
+"""Class of four bits: what integers hold is often weights of FP4 or INT4 in pairs."""
 _GAP_BYTES = 4
 
 
@@ -153,6 +156,14 @@ class Encoding(IntEnum):
     BITMAP = 2
     DENSE = 3
     COMPACT = 4
+    COMPACT4 = 5
+    COMPACT6 = 6
+    COMPACT32 = 7
+
+    @property
+    def field(self) -> int:
+        """Bits of one weight in a compact payload, 0 where each element is one."""
+        return {Encoding.COMPACT4: 4, Encoding.COMPACT6: 6, Encoding.COMPACT32: 32}.get(self, 0)
 
 
 class Level(StrEnum):
@@ -251,14 +262,35 @@ def encode_payload(
         return _crowded(old, new, first)
     if not difference.count:
         return Encoded(Encoding.EMPTY, 0, (), 0)
-    compact = encode_compact(difference, kind) if level is Level.COMPACT else None
+    compact = _compact(difference, old, new, kind) if level is Level.COMPACT else None
     # Beyond a few changes the table of classes costs nothing any more.
     if compact is not None and difference.count > _SURELY_COMPACT:
-        return Encoded(Encoding.COMPACT, difference.count, [compact], difference.growth)
+        return compact
     sparse = Encoded(Encoding.SPARSE, difference.count, _sparse(difference), difference.growth)
-    if compact is not None and len(compact) < sparse.size:
-        return Encoded(Encoding.COMPACT, difference.count, [compact], difference.growth)
+    if compact is not None and compact.size < sparse.size:
+        return compact
     return sparse if sparse.size <= old.nbytes else _crowded(old, new, first)
+
+
+def _compact(difference: Difference, old: Flat, new: Flat, kind: WeightClass) -> Encoded:
+    """Return the changes of a range encoded as `compact`, of whole elements or of the weights that
+    share one, whichever is shorter."""
+    growth, ways = difference.growth, list[Encoded]()
+    if kind.field == 6 and old.nbytes % 3:
+        kind = WeightClass(0, 0)
+    if not kind.field:
+        whole = encode_compact(difference, kind)
+        ways.append(Encoded(Encoding.COMPACT, difference.count, [whole], growth))
+    parts = kind if kind.bits else _NIBBLES
+    if parts.field:
+        processor = processor_of(old, new)
+        before, after = (split(processor.read(bits), parts.field) for bits in (old, new))
+        most = difference.count * max(2, 8 * old.itemsize // parts.field)
+        changes = compare(before, after, most)
+        assert changes is not None
+        payload = encode_compact(changes, parts)
+        ways.append(Encoded(Encoding[f"COMPACT{parts.field}"], changes.count, [payload], growth))
+    return min(ways, key=lambda way: way.size)
 
 
 def decode_payload(encoding: Encoding, changed: int, payload: memoryview, old: Bits) -> Change:
@@ -266,6 +298,8 @@ def decode_payload(encoding: Encoding, changed: int, payload: memoryview, old: B
 
     Raises ChunkFormatError for any payload that is not the encoding of exactly `changed` changes.
     """
+    if encoding.field and changed:
+        return _decode_parts(encoding.field, changed, payload, old)
     if changed > old.size or (encoding is Encoding.EMPTY) != (changed == 0):
         raise ChunkFormatError(f"{changed} changes claimed by {encoding.name} of {old.size}")
     if encoding is Encoding.COMPACT:
@@ -291,6 +325,22 @@ def decode_payload(encoding: Encoding, changed: int, payload: memoryview, old: B
     if change.indices.size != changed:
         raise ChunkFormatError(f"{change.indices.size} changes found where {changed} were claimed")
     return change
+
+
+def _decode_parts(field: int, changed: int, payload: memoryview, old: Bits) -> Change:
+    """Return the change of elements that `changed` weights of `field` bits each share."""
+    try:
+        before = split(old, field)
+        if changed > before.size:
+            raise ChunkFormatError(f"{changed} changes claimed of {before.size} weights")
+        part = decode_compact(payload, changed, before)
+        after = before.copy()
+        after[part.indices] = part.new
+        new = join(after, field, old.dtype)
+    except ValueError as error:
+        raise ChunkFormatError(f"{error}; fetch the chunk again") from error
+    indices = np.flatnonzero(new != old)
+    return Change(indices, old[indices], new[indices])
 
 
 def decode_dense(changed: int, payload: memoryview, old: Bits) -> Bits:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +115,39 @@ def decode_compact(payload: memoryview, changed: int, old: Bits) -> Change:
     if wrong:
         raise ChunkFormatError("a changed index lies outside the chunk's rows")
     return Change(indices, replaced, values)
+
+
+def split(bits: Bits, field: int) -> Bits:
+    """Return the weights of `field` bits (4, 6 or 32) that share the elements of `bits`.
+
+    They begin with the lowest bits. Raises ValueError if they do not fill the elements.
+    """
+    if field == 32:
+        return bits.view("<u4")
+    raw: NDArray[np.uint8] = bits.view(np.uint8)
+    if field == 4:
+        return np.stack((raw & 15, raw >> 4), axis=1).ravel()
+    if raw.size % 3:
+        raise ValueError(f"{raw.size} bytes are not filled by weights of six bits")
+    first, second, third = raw.reshape(-1, 3).T
+    parts = (first, first >> 6 | second << 2, second >> 4 | third << 4, third >> 2)
+    return np.stack([part & 63 for part in parts], axis=1).ravel()
+
+
+def join(weights: Bits, field: int, dtype: np.dtype[Any]) -> Bits:
+    """Return elements of `dtype` that the weights share, as `split` takes them apart.
+
+    Raises ValueError for a weight of more than `field` bits.
+    """
+    if field == 32:
+        return weights.view(dtype)
+    if weights.size and int(weights.max()) >> field:
+        raise ValueError(f"a weight has more than {field} bits")
+    if field == 4:
+        return (weights[::2] | weights[1::2] << 4).view(dtype)
+    one, two, three, four = weights.reshape(-1, 4).T
+    parts = (one | two << 6, two >> 2 | three << 4, three >> 4 | four << 2)
+    return np.stack(parts, axis=1).ravel().view(dtype)
 
 
 def _entropy_coded(

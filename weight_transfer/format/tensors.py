@@ -38,6 +38,9 @@ SAFETENSORS = {
     "F8_E8M0": ("float8_e8m0fnu", 1),
     "F8_E4M3FNUZ": ("float8_e4m3fnuz", 1),
     "F8_E5M2FNUZ": ("float8_e5m2fnuz", 1),
+    "F6_E2M3": ("float6_e2m3fn", 1),
+    "F6_E3M2": ("float6_e3m2fn", 1),
+    "F4": ("float4_e2m1fn_x2", 1),
     "C64": ("complex64", 8),
     "I64": ("int64", 8),
     "I32": ("int32", 4),
@@ -51,16 +54,22 @@ SAFETENSORS = {
 }
 WIDTHS = dict(SAFETENSORS.values())
 """Bytes of one element by torch's dtype name."""
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of one weight of a dtype whose elements here are the bytes that weights share."""
 SIGNED = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 
 
 @dataclass(frozen=True, slots=True)
 class WeightClass:
     """Bit field of a weight that gives its magnitude class: `bits` bits from bit `shift` on (0:
-    none)."""
+    none).
+
+    `field`: bits of one weight, 0 where each element is one.
+    """
 
     shift: int
     bits: int
+    field: int = 0
 
     @property
     def mask(self) -> int:
@@ -76,6 +85,13 @@ _EXPONENTS = {
     "float16": WeightClass(10, 5),
     "float8_e4m3fn": WeightClass(3, 4),
     "float8_e5m2": WeightClass(2, 5),
+    "float8_e4m3fnuz": WeightClass(3, 4),
+    "float8_e5m2fnuz": WeightClass(2, 5),
+    "float6_e2m3fn": WeightClass(3, 2, field=6),
+    "float6_e3m2fn": WeightClass(2, 3, field=6),
+    "float4_e2m1fn_x2": WeightClass(1, 2, field=4),
+    "complex64": WeightClass(23, 8, field=32),
+    "bool": WeightClass(0, 1),
 }
 
 
@@ -176,10 +192,13 @@ def tensor_bits(name: str, tensor: torch.Tensor, *, copy: bool = True) -> Tensor
 
 
 def tensor_of(tensor: TensorBits) -> torch.Tensor:
-    """Return a new CPU torch tensor with exactly the bits, dtype and shape of `tensor`."""
+    """Return a new CPU torch tensor with exactly the bits, dtype and shape of `tensor`.
+
+    It is of uint8 where torch does not have the dtype.
+    """
     import torch
 
-    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    dtype: torch.dtype = getattr(torch, tensor.dtype, torch.uint8)
     signed = np.dtype(f"<i{WIDTHS[tensor.dtype]}")
     return torch.from_numpy(tensor.bits.copy().view(signed)).view(dtype).view(tensor.shape)
 

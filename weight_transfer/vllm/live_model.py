@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _CONFIG = "_rose_vllm_config"
 """Attribute of a skeleton model: the vLLM configuration with its own table of layers."""
+_ONLINE_LOADER = "online_process_loader"
+"""Name of vLLM's weight loaders that quantise a layer once all of its weights are there."""
 
 
 SURFACES: Final = (
@@ -30,6 +32,7 @@ SURFACES: Final = (
     " target_device)",
     "utils.torch_utils:set_default_torch_dtype",
     "config.vllm:set_current_vllm_config(vllm_config)",
+    "model_executor.model_loader.reload:finalize_layerwise_reload",
     "forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, slot_mapping,"
     " skip_compiled)",
     "v1.attention.backend:CommonAttentionMetadata[query_start_loc, query_start_loc_cpu, seq_lens,"
@@ -75,18 +78,35 @@ class VllmLoader:
         setattr(model, _CONFIG, config)
         return model
 
-    def loading(self) -> AbstractContextManager[Any]:
-        """Return the context manager in which vLLM's weight loaders have to run."""
-        from vllm.config import set_current_vllm_config
+    def only_copies(self, skeleton: torch.nn.Module) -> None:
+        """Take vLLM's wrappers off the weight loaders, which quantise a layer once it is
+        complete."""
+        for parameter in skeleton.parameters():
+            loader: Any = getattr(parameter, "weight_loader", None)
+            while getattr(loader, "__name__", "") == _ONLINE_LOADER:
+                loader = parameter.weight_loader = loader.__wrapped__  # type: ignore[attr-defined]
 
-        context: AbstractContextManager[Any] = set_current_vllm_config(self.vllm_config)
-        return context
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Hold the configuration and the default dtype in which vLLM's weight loaders run."""
+        from vllm.config import set_current_vllm_config
+        from vllm.utils.torch_utils import set_default_torch_dtype
+
+        dtype = self.vllm_config.model_config.dtype
+        with set_current_vllm_config(self.vllm_config), set_default_torch_dtype(dtype):
+            yield
 
     def process(self, module: torch.nn.Module) -> None:
         """Run vLLM's post-processing of loaded weights on a module, in place."""
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-        process_weights_after_loading(module, self.vllm_config.model_config, self.device)
+        config = self.vllm_config.model_config
+        if config.quantization is not None:
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            # Layers that have padding, and attention, wait for it if they are quantised at load.
+            finalize_layerwise_reload(module, config)
+        process_weights_after_loading(module, config, self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class OpenAIBody(OpenAIUnsupported, gc=False, kw_only=True):
     repetition_penalty: float | None = 1.0
     min_p: float | None = 0.0
     ignore_eos: bool | None = False
+    deterministic: bool | None = False
     prompt_logprobs: int | None = None
     structured_outputs: StructuredBody | None = None
     response_format: msgspec.Raw = NOTHING

@@ -59,6 +59,7 @@ class _SglangSamplingBody(_SglangUnsupportedSampling, gc=False):
     regex: str | None = None
     ebnf: str | None = None
     ignore_eos: bool | None = False
+    deterministic: bool | None = False
 
     def sampling(self, most: int) -> Sampling:
         greedy = self.temperature is not None and 0 <= self.temperature < GREEDY_BELOW

@@ -48,6 +48,7 @@ class _VllmSamplingBody(_VllmUnsupportedSampling, gc=False):
     repetition_penalty: float | None = 1.0
     min_p: float | None = 0.0
     ignore_eos: bool | None = False
+    deterministic: bool | None = False
     prompt_logprobs: int | None = None
     structured_outputs: StructuredBody | None = None
     # Options of delivery or caching, not of sampling: tokens come as they come.

@@ -213,9 +213,9 @@ class VllmBackend:
                 "prompt_logprobs: a stock vLLM replica gives none in a stream; use one of ROSE",
                 "prompt_logprobs",
             )
-        _refuse_routes(request.sampling)
+        _refuse_of_rose(request.sampling)
         fields = structs.asdict(request.sampling.rest(attempt.max_tokens))
-        del fields["routed_experts_prompt_start"]
+        del fields["routed_experts_prompt_start"], fields["deterministic"]
         # The names are vLLM's already.
         fields.update(
             prompt=attempt.token_ids,
@@ -363,7 +363,13 @@ class SglangBackend:
         return AnswerReader(Lines(MAX_REPEATED_BYTES).events, _SglangOutput(most).line)
 
 
-def _refuse_routes(asked: Sampling) -> None:
+def _refuse_of_rose(asked: Sampling) -> None:
+    """Raise BadRequest for what replicas of ROSE alone give, or say that they do not."""
+    if asked.deterministic:
+        raise BadRequest(
+            "deterministic: a stock replica does not tell whether it is; use one of ROSE",
+            "deterministic",
+        )
     if asked.routed_experts_prompt_start is not None:
         raise BadRequest(
             "routed_experts: a stock replica gives none in a stream; use one of ROSE",
@@ -373,7 +379,7 @@ def _refuse_routes(asked: Sampling) -> None:
 
 def _refuse_for_sglang(asked: Sampling) -> None:
     """Raise BadRequest for fields that SGLang has no equal parameter for."""
-    _refuse_routes(asked)
+    _refuse_of_rose(asked)
     if asked.allowed_token_ids is not None:
         raise BadRequest("allowed_token_ids: an SGLang replica cannot restrict the sampling")
     if asked.repetition_penalty != 1.0:

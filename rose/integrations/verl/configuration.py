@@ -16,7 +16,6 @@ TESTED: Final = ("0.9.1",)
 ENDS_TURNS: Final = "ROSE_VERL_ABORT"
 _UNFIT: Final = {
     "quantization": "replicas serve the checkpoint's own dtypes; leave it out",
-    "full_determinism": "replicas batch what comes; leave it out",
     "ignore_eos": "say it in the sampling parameters of the agent loop; leave it out here",
 }
 _YES = ("1", "true", "yes")
@@ -51,6 +50,15 @@ def ends_turns(environ: Mapping[str, str] = os.environ) -> bool:
 def replays_routes(rollout: "RolloutConfig") -> bool:
     """Return True if verl's trainer replays the experts that the rollout chose."""
     return bool(getattr(rollout, "enable_rollout_routing_replay", False))
+
+
+def fixed_seed(rollout: "RolloutConfig", replica_rank: int) -> int | None:
+    """Return the seed of one of verl's servers where all turns are to be deterministic, else None:
+    that which verl's own server gives to each turn that names none.
+    """
+    if not getattr(rollout, "full_determinism", False):
+        return None
+    return int(getattr(rollout, "seed", 0) or 0) + replica_rank
 
 
 def lengths_of(rollout: "RolloutConfig") -> Lengths:

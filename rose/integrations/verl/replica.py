@@ -12,6 +12,7 @@ from rose.errors import RefusedError
 from rose.integrations.settings import TrainerSettings
 from rose.integrations.verl.configuration import (
     ends_turns,
+    fixed_seed,
     lengths_of,
     refuse_unfit,
     replays_routes,
@@ -35,9 +36,10 @@ class RoseServer:
         lag: int,
         ends_turns: bool,
         replays_routes: bool,
+        seed: int | None,
     ) -> None:
         self._turns = RolloutTurns(
-            settings, lengths, lag, ends_turns=ends_turns, replays_routes=replays_routes
+            settings, lengths, lag, ends_turns=ends_turns, replays_routes=replays_routes, seed=seed
         )
 
     async def generate(self, **asked: object) -> TokenOutput:
@@ -106,7 +108,12 @@ class RoseReplica(RolloutReplica):  # type: ignore[misc]  # verl's types are not
             name=name, num_cpus=0, max_concurrency=self.max_concurrency
         )
         server = actor.remote(
-            settings, lengths_of(self.config), lag, ends_turns(), replays_routes(self.config)
+            settings,
+            lengths_of(self.config),
+            lag,
+            ends_turns(),
+            replays_routes(self.config),
+            fixed_seed(self.config, self.replica_rank),
         )
         self.servers = [server]
         self._server_handle = server

@@ -69,10 +69,13 @@ class RolloutTurns:
         *,
         ends_turns: bool = False,
         replays_routes: bool = False,
+        seed: int | None = None,
     ) -> None:
         """Prepare the client without connecting. `lag`: number of versions that a turn may be
         behind the newest when it starts. replays_routes: True asks for each position's experts.
+        seed: makes all turns deterministic, and is that of turns that name none.
         """
+        self._seed = seed
         self._replays_routes = replays_routes
         self._settings, self._lengths, self._ends_turns = settings, lengths, ends_turns
         self._steps = PolicySteps(lag)
@@ -108,7 +111,8 @@ class RolloutTurns:
             if more.get(name):
                 raise RefusedError(f"ROSE takes no {name}; use prompts of text alone")
         prompt = [int(token) for token in prompt_ids]
-        sampling = turn_sampling(sampling_params, self._lengths, len(prompt))
+        fixed = {} if self._seed is None else {"seed": self._seed, "deterministic": True}
+        sampling = turn_sampling({**fixed, **sampling_params}, self._lengths, len(prompt))
         session = self._sessions.session_of(prompt)
         output = await self._served(prompt, sampling, session, request_id, priority)
         self._sessions.ended(session, [*prompt, *output["token_ids"]])

@@ -90,6 +90,12 @@ class SglangRequest(StampedRequest):
                 BAD_REQUEST,
                 "routed_experts: SGLang gives them when a request ends, and a revoked one has none",
             )
+        if body.sampling.deterministic and not manager.server_args.enable_deterministic_inference:
+            raise RequestRefusedError(
+                BAD_REQUEST,
+                "deterministic: what the engine computes depends on its batch; start it with"
+                " --enable-deterministic-inference on a GPU",
+            )
         check_most(body.sampling, int(manager.model_config.vocab_size))
         began = ages.current
         rid = request_id(body.request_id)

@@ -19,7 +19,7 @@ from executor.guest import plugin
 from executor.guest.gate_client import GateClient
 from executor.guest.kv_balloon import GuestKv
 from tests.engine.families.family_updates import ENVIRONMENT, UNIPROC, import_engine, try_each
-from tests.engine.families.tiny_families import make_family
+from tests.engine.families.tiny_families import MATRIX_EXTENSION, make_family
 from tests.harness.seated_host import SeatedHost
 
 KV_BYTES = 24 << 20
@@ -31,6 +31,8 @@ GUEST, HOST = (
 )
 DRAFT = "llama+draft"
 """A target with a draft model beside it; a guest has none."""
+BFLOAT16 = {"qwen3-next", "int8-channel", *MATRIX_EXTENSION}
+"""Families whose kernels take no activations in float32, on some CPUs."""
 SHORT = {"falcon-h1", "nemotron-h", "granite-hybrid"}
 """Families tried a short prompt at a time, without prefixes: stock vLLM ends on a CPU if
 Mamba-2 has several prompts in a step, or a prefix from the cache."""
@@ -93,7 +95,7 @@ class FamilyEngine:
             model=str(model),
             skip_tokenizer_init=not self.pooling,
             enforce_eager=True,
-            dtype="bfloat16" if family == "qwen3-next" else "float32",
+            dtype="bfloat16" if family in BFLOAT16 else "float32",
             kv_cache_memory_bytes=KV_BYTES,
             max_model_len=384,
             max_num_seqs=1 if family in SHORT else 8,

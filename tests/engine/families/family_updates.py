@@ -44,6 +44,7 @@ ENVIRONMENT = {
 class UpdateOutcome:
     """Result of a family's replica. refused: the line, if it was refused.
 
+    packed: number of modules that each update replaces.
     equal: after the updates it answers as a fresh engine does, tokens and log probabilities.
     missed: kinds of weight of which a stale copy was proven. flipped: an audit's findings.
     """
@@ -52,6 +53,7 @@ class UpdateOutcome:
     started: bool = False
     refused: str = ""
     updates: int = 0
+    packed: int = 0
     equal: bool = False
     missed: list[str] = field(default_factory=list)
     flipped: list[str] = field(default_factory=list)
@@ -61,8 +63,10 @@ class FamilyReplica:
     """A vLLM engine in this process, or with a process a rank, and its workers' weight methods."""
 
     def __init__(self, folder: Path, family: str, ranks: int = 1, *, updatable: bool) -> None:
+        """Start it. `family`: with "+" and how vLLM quantises its weights at load, or without."""
         from vllm import LLM
 
+        family, _, quantization = family.partition("+")
         extension = "weight_transfer.vllm.worker.WeightWorker" if updatable else ""
         self._pooling = family == "reward"
         self.engine: Any = LLM(
@@ -78,6 +82,7 @@ class FamilyReplica:
             logprobs_mode="processed_logprobs",
             seed=0,
             worker_extension_cls=extension,
+            quantization=quantization or None,
             runner="pooling" if self._pooling else "generate",
         )
 
@@ -131,7 +136,9 @@ def changed(tensors: dict[str, TensorBits], seed: int) -> dict[str, TensorBits]:
         # Low bits alone: no weight becomes infinite or no number.
         top = {1: 4, 2: 60, 4: 1 << 21}[bits.itemsize]
         flips = rng.integers(1, top, int(chosen.sum())).astype(bits.dtype)
-        if tensor.dtype.startswith("float8"):
+        if tensor.dtype == "float8_e8m0fnu":
+            flips[:] = 1
+        elif tensor.dtype.startswith("float8"):
             flips[(bits[chosen] & 0x78) == 0x78] = 0
         bits[chosen] ^= flips
         new[name] = TensorBits(name, tensor.dtype, tensor.shape, bits)
@@ -156,12 +163,13 @@ def kind_of(name: str) -> str:
 def outcome(name: str, folder: Path) -> UpdateOutcome:
     """Start, update twice, plant a stale copy of each kind, compare with a fresh engine.
 
-    `name`: a family, with "@2" for two ranks of tensor parallelism, which get no stale copies.
+    `name`: a family, with "@2" for two ranks of tensor parallelism, which get no stale copies, or
+    with "+" and how vLLM quantises its weights at load.
     """
     result = UpdateOutcome(name)
     family, _, suffix = name.partition("@")
     ranks = int(suffix or 1)
-    model = make_family(family, folder / "model")
+    model = make_family(family.partition("+")[0], folder / "model")
     versions = PolicyVersions(folder / "versions", model)
     replica = FamilyReplica(model, family, ranks, updatable=True)
     result.started = True
@@ -169,7 +177,8 @@ def outcome(name: str, folder: Path) -> UpdateOutcome:
     try:
         (folder / "ranks").mkdir(mode=0o700)
         place = str(folder / "ranks" / "engine") if ranks > 1 else None
-        replica.call("init", str(model), versions.key.verify_key.hex, None, place)
+        init = ("init", str(model), versions.key.verify_key.hex, None, place)
+        result.packed = len(replica.call(*init)[0]["packed"])
         for seed in (1, 2):
             report = replica.update(versions.next(changed(versions.active, seed)), f"a{seed}")
             if not (report["digest_ok"] and report["probe_ok"]):

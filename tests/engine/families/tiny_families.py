@@ -132,9 +132,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "reward": ("Qwen2Config", {"head_dim": None, "num_labels": 1, "pad_token_id": 0}),
-    "int8-channel": ("LlamaConfig", {"tie_word_embeddings": False}),
+    # The kernel that CPUs without AMX have for all sizes has it for rows of 240 everywhere.
+    "int8-channel": ("LlamaConfig", {"tie_word_embeddings": False, "intermediate_size": 240}),
     "fp8-channel": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "fp8-block": ("LlamaConfig", {"tie_word_embeddings": False, "num_key_value_heads": 4}),
 }
+AT_LOAD = (
+    "llama+fp8_per_channel",
+    "llama+fp8_per_block",
+    "qwen3-moe+int8_per_channel_weight_only",
+)
+"""Families with a name of how vLLM quantises their bfloat16 weights at load."""
+MATRIX_EXTENSION = {"fp8-block", *AT_LOAD[1:]}
+"""Families whose kernels take a CPU with AMX."""
 
 
 def make_family(name: str, folder: Path) -> Path:
@@ -163,6 +173,8 @@ def make_family(name: str, folder: Path) -> Path:
         changes |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     if name.endswith("-channel"):
         changes["quantization_config"] = _quantise(name, folder)
+    if name == "fp8-block":
+        changes["quantization_config"] = _quantise_blocks(folder)
     described = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(described))
     return folder
@@ -197,4 +209,27 @@ def _quantise(name: str, folder: Path) -> dict[str, Any]:
                 "input_activations": numbers | {"strategy": "token", "dynamic": True},
             }
         },
+    }
+
+
+def _quantise_blocks(folder: Path) -> dict[str, Any]:
+    """Replace linear weights by FP8 ones, a power of two as the scale of 128 x 128; return how."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for key in [k for k in tensors if k.endswith("proj.weight")]:
+        weight = tensors.pop(key).float()
+        blocks = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        scale = torch.exp2((blocks.abs().amax((1, 3), keepdim=True) / 448).log2().ceil())
+        tensors[key] = (blocks / scale).reshape(weight.shape).to(torch.float8_e4m3fn)
+        tensors[f"{key}_scale_inv"] = scale[:, 0, :, 0].to(torch.float8_e8m0fnu)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
     }

@@ -216,6 +216,17 @@ async def test_output_has_the_form_that_was_asked_for(stage: FeatureStage) -> No
     assert "worded refuses the turn" in answer["error"]["message"]
 
 
+async def test_a_deterministic_turn_is_refused_by_name_on_an_engine_that_is_not(
+    stage: FeatureStage,
+) -> None:
+    body = {"prompt": "go", "max_tokens": 4, "temperature": 0.0, "deterministic": True}
+    status, answer = await stage.ask(COMPLETIONS, body)
+    assert status == 400
+    message = answer["error"]["message"]
+    assert message.startswith("worded refuses the turn: ")
+    assert "deterministic: what the engine computes depends on its batch" in message
+
+
 async def test_a_structured_turn_that_is_drained_keeps_its_form(stage: FeatureStage) -> None:
     wish = {"structured_outputs": {"regex": "(ab|cd){150}"}}
     expected = await stage.sampled(301, ignore_eos=False, **wish)

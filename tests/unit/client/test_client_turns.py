@@ -57,6 +57,7 @@ async def test_a_turn_is_asked_for_as_the_trainer_says() -> None:
         "structured_outputs": None,
         "logprobs": 0,
         "routed_experts_prompt_start": None,
+        "deterministic": False,
     }
 
 

@@ -62,6 +62,9 @@ OTHERS_NAMES = {
     "defer_block_free",
     "determine_available_memory",
     "execute_model",
+    "fp8_per_block",  # vLLM's quantisation at load
+    "fp8_per_channel",
+    "int8_per_channel_weight_only",
     "global_step_20",  # folders of checkpoints
     "weight_v000003",
     "process_mrelease",  # Linux's

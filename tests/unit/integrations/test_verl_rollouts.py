@@ -5,6 +5,7 @@ import io
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from rose.client import Sampling, Turn, VersionNotServed
 from rose.errors import ConfigError, RefusedError
 from rose.integrations.verl import rollout_turns
-from rose.integrations.verl.configuration import overlaid, refuse_unfit
+from rose.integrations.verl.configuration import fixed_seed, overlaid, refuse_unfit
 from rose.integrations.verl.rollout_turns import RolloutTurns, TokenSessions
 from rose.integrations.verl.turns import Lengths, PolicySteps, output_of, turn_sampling
 from tests.fakes.gateway import StandInGateway, until
@@ -34,7 +35,7 @@ async def gateway() -> AsyncIterator[StandInGateway]:
 async def turns(gateway: StandInGateway, tmp_path: Path) -> AsyncIterator[Made]:
     made: list[RolloutTurns] = []
 
-    def make(**options: bool) -> RolloutTurns:
+    def make(**options: Any) -> RolloutTurns:
         settings = trainer_settings(tmp_path, job="job", gateway=gateway.url)
         made.append(RolloutTurns(settings, LENGTHS, lag=1, **options))
         return made[-1]
@@ -65,6 +66,21 @@ async def test_experts_are_asked_for_where_verl_replays_them(
     np.save(file, experts)
     turn = Turn("a", (5,), (-0.5,), (), (), "length", 1, npy=file.getvalue())
     assert (output_of(turn, PolicySteps(1))["routed_experts"] == experts).all()
+
+
+async def test_full_determinism_asks_for_deterministic_turns_with_verls_seeds(
+    turns: Made, gateway: StandInGateway
+) -> None:
+    rollout = SimpleNamespace(full_determinism=True, seed=42)
+    refuse_unfit(rollout, SimpleNamespace())
+    assert fixed_seed(SimpleNamespace(seed=42), 1) is None
+    mine = turns(seed=fixed_seed(rollout, 1))
+    await mine.generate([3, 4], {}, "a")
+    await mine.generate([3, 4], {"seed": 7}, "b")
+    await turns().generate([3, 4], {}, "c")
+    asked = [each["sampling_params"] for each in gateway.asked]
+    found = [(each.get("seed"), each.get("deterministic", False)) for each in asked]
+    assert found == [(43, True), (7, True), (None, False)]
 
 
 def test_experts_of_turns_that_verl_ends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,7 @@ WRONG = [
     # GPUs.
     *((fields(ON_GPU, device=device), "device") for device in (-1, "0", True, "MIG-1")),
     (fields(DEDICATED, mps_priority="low"), "need a GPU; name it in `device`"),
+    (fields(DEDICATED, extra_env={"VLLM_BATCH_INVARIANT": "1"}), "no engine has such kernels"),
     (fields(DEDICATED, mps_thread_percentage=50), "need a GPU"),
     (fields(DEDICATED, kv_backend="cuda"), "kv_backend cuda is for a GPU"),
     (fields(ON_GPU, mps_priority="high"), "mps_priority"),

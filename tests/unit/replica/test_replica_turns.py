@@ -20,6 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from rose.contract.replica import MAX_BODY_BYTES, Sampling, StreamLine
 from rose.replica import engine as engine_module
+from rose.replica import vllm as vllm_module
 from rose.replica.admission import Admission
 from rose.replica.asgi import AccessFilter
 from rose.replica.endpoint import GenerateApp
@@ -625,6 +626,24 @@ async def test_an_engine_without_experts_refuses_a_turn_that_asks_for_them() -> 
     assert begun.status == HTTPStatus.BAD_REQUEST
     assert begun.json["error"]["message"].startswith("routed_experts: the engine gives none")
     assert not served.engine.prompts
+
+
+@pytest.mark.parametrize(("flag", "gpu", "begins"), [(1, 1, True), (1, 0, False), (0, 1, False)])
+async def test_a_deterministic_turn_begins_on_a_batch_invariant_engine_alone(
+    monkeypatch: pytest.MonkeyPatch, flag: int, gpu: int, *, begins: bool
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", str(flag))
+    platform = SimpleNamespace(is_cuda=lambda: bool(gpu))
+    monkeypatch.setattr(vllm_module, "current_platform", platform)
+    served = ServedTurns()
+    begun = await served.begin(sampling={"deterministic": True, "temperature": 0})
+    if begins:
+        served.engine.step(FinishReason.STOP)
+    await begun.done()
+    assert bool(served.engine.prompts) is begins
+    if not begins:
+        assert begun.status == HTTPStatus.BAD_REQUEST
+        assert begun.json["error"]["message"] == vllm_module.VARIES
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])

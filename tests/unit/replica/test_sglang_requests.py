@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from executor.sglang.compat import STAMP
-from rose.contract.replica import Sampling, StreamLine, StructuredOutputs
+from rose.contract.replica import GenerateBody, Sampling, StreamLine, StructuredOutputs
 from rose.replica.engine import RequestRefusedError
 from rose.replica.sglang.engine import SglangError, SglangRequest, parameters, request_id
 from rose.replica.sglang.plugin import ALLOWED
@@ -177,6 +177,14 @@ def test_sampling_is_that_of_the_policy_and_stops_are_named() -> None:
     assert asked["ignore_eos"] is True, "ends are stops, which a turn may leave out"
     assert asked["sampling_seed"] == 3
     assert asked["custom_params"] == {ALLOWED: [1, 2]}
+
+
+async def test_a_deterministic_turn_is_refused_before_it_reaches_an_engine_that_is_not() -> None:
+    arguments = SimpleNamespace(enable_deterministic_inference=False)
+    body = GenerateBody("a", [1], Sampling(deterministic=True, temperature=0.0))
+    with pytest.raises(RequestRefusedError, match="--enable-deterministic-inference") as refused:
+        await SglangRequest.start(SimpleNamespace(server_args=arguments), body, KvStaleness(), ())
+    assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,14 @@ from weight_transfer.format.checkpoint import INDEX, Checkpoint, read_model_dir,
 from weight_transfer.format.chunk import chunk_id, encode_block
 from weight_transfer.format.digest import Block, Range, digest_of
 from weight_transfer.format.manifest import TensorUpdate
-from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
+from weight_transfer.format.tensors import (
+    PACKED_BITS,
+    SAFETENSORS,
+    TensorBits,
+    bits_of,
+    tensor_bits,
+    tensor_of,
+)
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
@@ -130,27 +137,34 @@ def test_a_file_name_that_is_not_utf8_is_refused_in_a_line_that_can_be_printed(
     assert str(told.value).isascii()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "nbytes"), [("F8_E8M0", 2), ("F8_E4M3FNUZ", 2), ("F8_E5M2FNUZ", 2), ("C64", 16)]
-)
-def test_every_dtype_of_whole_bytes_is_carried_as_bits(
-    tmp_path: Path, dtype: str, nbytes: int
-) -> None:
+@pytest.mark.parametrize("dtype", SAFETENSORS)
+def test_every_dtype_of_safetensors_is_carried_as_bits(tmp_path: Path, dtype: str) -> None:
     old, new, out = (tmp_path / name for name in ("old", "new", "out"))
-    save(old, "a", dtype=dtype, nbytes=nbytes)
-    save(new, "a", dtype=dtype, nbytes=nbytes)
+    bits = PACKED_BITS.get(dtype, 8 * SAFETENSORS[dtype][1])
+    for path in (old, new):
+        save(path, "a", dtype=dtype, nbytes=3 * bits, elements=24)
     new.write_bytes(new.read_bytes()[:-1] + b"\xff")
     delta = diff(Checkpoint.open(old), Checkpoint.open(new), tmp_path / "delta")
     apply_deltas(Checkpoint.open(old), [delta], out)
     assert out.read_bytes() == new.read_bytes()
-    bits = Checkpoint.open(out).tensor("a")
-    assert tensor_bits("a", tensor_of(bits)).bits.tobytes() == bits.bits.tobytes()
+    held = Checkpoint.open(out).tensor("a")
+    assert tensor_bits("a", tensor_of(held)).bits.tobytes() == held.bits.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "Q9"])
-def test_a_dtype_that_is_not_carried_is_refused_by_its_name(tmp_path: Path, dtype: str) -> None:
-    save(tmp_path / "x", "a", dtype=dtype)
-    with pytest.raises(TensorFormatError, match=f"a is of dtype {dtype}, which is not carried"):
+@pytest.mark.parametrize(
+    ("dtype", "elements", "nbytes", "words"),
+    [
+        ("Q9", 2, 2, "a is of dtype Q9, which is not carried"),
+        ("F4", 3, 2, "cannot read the entry of a"),
+        ("F4", 2, 2, "offsets"),
+        ("F6_E2M3", 2, 2, "cannot read the entry of a"),
+    ],
+)
+def test_a_dtype_that_is_not_carried_or_ends_within_a_byte_is_refused_by_its_name(
+    tmp_path: Path, dtype: str, elements: int, nbytes: int, words: str
+) -> None:
+    save(tmp_path / "x", "a", dtype=dtype, elements=elements, nbytes=nbytes)
+    with pytest.raises(TensorFormatError, match=words):
         Checkpoint.open(tmp_path / "x")
 
 

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.unit.weight_transfer.loader_cases import (
     checkpoint,
     everything,
     loaded,
+    never,
 )
 from tests.unit.weight_transfer.loader_cases import proved as prove
 from tests.unit.weight_transfer.loader_cases import sparse_step as step_of
@@ -20,7 +22,7 @@ from tests.unit.weight_transfer.loader_cases import staged as staged_step
 from weight_transfer.apply.loader_map import LoaderMap
 from weight_transfer.apply.probe import Audit, judge
 from weight_transfer.apply.receiver import Receiver, StagedUpdate
-from weight_transfer.apply.reference import overlay
+from weight_transfer.apply.reference import Reference, overlay
 from weight_transfer.apply.staging import OpaqueCopy, place, write, write_back
 from weight_transfer.apply.trace_loader import UnmappableError, rectangles, trace_loader
 from weight_transfer.errors import LoaderMapError
@@ -140,13 +142,45 @@ def test_what_a_loader_transforms_is_copied_from_a_fresh_load(
     read = overlay(base, changes)
     fresh = NormTransforming()
     fresh.load_weights((name, read(name)) for name in base)
-    copy = OpaqueCopy(proved, {"norm.weight": fresh.norm["weight"]})
+    reference = Reference(torch.zeros(1), {"norm.weight": fresh.norm["weight"]})
+    copy = OpaqueCopy(model, proved, reference)
     placed = place(proved, staged)
     assert write(placed) + copy.write() == ()
     assert everything(model) == everything(loaded(NormTransforming(), new))
     write_back(placed)
     copy.write_back()
     assert everything(model) == everything(loaded(NormTransforming(), base))
+
+
+class NormPacking(FakeEngineModel):
+    """Computes with a packed copy of its norm's weight, as kernels of a CPU do."""
+
+    def pack(self) -> Self:
+        self.norm.packed = self.norm["weight"] * 2
+        self.norm["bias"] = self.norm["weight"] + 1
+        del self.norm["weight"]
+        return self
+
+
+def test_a_module_that_packed_its_weight_away_changes_places_with_a_fresh_one(
+    base: dict[str, TensorBits], new: dict[str, TensorBits], staged: StagedUpdate
+) -> None:
+    model, fresh = (loaded(NormPacking(), tensors).pack() for tensors in (base, new))
+    with torch.device("meta"):
+        trace = trace_loader(NormPacking(), base)
+    proved = LoaderMap.prove(model, trace, base, never)
+    assert (proved.packed, proved.loose) == (("norm",), ())
+    assert "is processed further" in proved.transformed["norm.weight"]
+    assert not any(name.startswith("norm") for name in proved.filled)
+    norm, old, wanted = model.norm, model.norm.packed, fresh.norm.packed
+    copy = OpaqueCopy(model, proved, Reference(torch.zeros(1), {}, {"norm": fresh.norm}))
+    for _ in range(2):
+        assert copy.write() == ()
+        assert model.norm is norm
+        assert model.norm.packed is wanted
+    for _ in range(2):
+        copy.write_back()
+        assert model.norm.packed is old
 
 
 def test_the_overlay_reads_the_new_version_and_leaves_the_old(

@@ -9,6 +9,7 @@ import pytest
 from standin_engines import StandInSglang, StandInVllm
 from test_attached_engines import attached
 
+from rose.contract.replica import Sampling
 from tests.fakes.replica import StandInReplica
 from tests.unit.gateway.gateway_cases import (
     base_url,
@@ -169,8 +170,11 @@ async def test_a_stock_vllm_is_asked_for_the_same_and_refuses_what_no_stream_has
     async with StandInVllm() as engine, attached(engine.url) as (_, session):
         more = {**PENALTIES, "structured_outputs": {"regex": "a+"}, "ignore_eos": True}
         status, _, _ = await ask(session, VLLM, vllm_body(2, sampling=more))
+        fixed = {"deterministic": True, "temperature": 0}
+        varies, named, _ = await ask(session, VLLM, vllm_body(2, sampling=fixed))
         refused, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={"prompt_logprobs": 0}))
-    assert (status, refused) == (200, 400)
+    assert (status, refused, varies) == (200, 400, 400)
+    assert "deterministic: a stock replica does not tell" in named["error"]["message"]
     assert engine.requests[0].items() >= more.items()
     assert "a stock vLLM replica" in answer["error"]["message"]
 
@@ -185,6 +189,7 @@ async def test_a_stock_sglang_is_asked_for_what_it_has_and_the_rest_is_refused_b
             "prompt_logprobs": 0,
             "allowed_token_ids": [5],
             "structured_outputs": {"choice": ["a"]},
+            "deterministic": True,
         }.items():
             refused, answer, _ = await ask(session, VLLM, vllm_body(2, sampling={name: value}))
             assert (refused, name in answer["error"]["message"]) == (400, True)
@@ -192,6 +197,29 @@ async def test_a_stock_sglang_is_asked_for_what_it_has_and_the_rest_is_refused_b
     (asked_of_it,) = engine.requests
     sent = asked_of_it["sampling_params"]
     assert sent.items() >= {**more, "json_schema": "{}"}.items()
+
+
+@pytest.mark.parametrize("api", [VLLM, COMPLETIONS, SGLANG])
+async def test_a_deterministic_turn_reaches_its_replica_with_a_seed_or_greedily(api: str) -> None:
+    field = {VLLM: "sampling_params", SGLANG: "sampling_params"}.get(api)
+    seed = "sampling_seed" if api == SGLANG else "seed"
+    statuses = []
+    async with StandInReplica() as own, calling(entry(own, "own-0")) as (_, session):
+        for more in ({"temperature": 0.0}, {seed: 4, "temperature": 1.0}, {"temperature": 1.0}):
+            body, given = body_of(api), {**more, "deterministic": True}
+            asked = {**body, field: {**body[field], **given}} if field else {**body, **given}
+            status, answer, _ = await ask(session, api, asked)
+            statuses.append(status)
+    assert statuses == [200, 200, 400]
+    assert "send a seed" in json.dumps(answer)
+    assert [request["sampling"]["deterministic"] for request in own.requests] == [True, True]
+
+
+def test_random_numbers_of_a_deterministic_turn_are_drawn_on_one_replica() -> None:
+    """A seed's numbers begin anew elsewhere, so the turn does, too; a greedy one has none."""
+    assert Sampling(deterministic=True, seed=1).counts_output
+    assert not Sampling(deterministic=True, temperature=0.0).counts_output
+    assert not Sampling(seed=1).counts_output
 
 
 @pytest.mark.parametrize(

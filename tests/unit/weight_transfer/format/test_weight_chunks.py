@@ -27,15 +27,16 @@ from weight_transfer.format.chunk import (
     chunk_id,
     decode_chunk,
     encode_chunk,
+    overwrite_chunk,
     parse_header,
     row_ranges,
 )
-from weight_transfer.format.delta_codec import PLANE_HEADER, Encoding, Level
+from weight_transfer.format.delta_codec import PLANE_HEADER, Encoding, Level, decode_payload
 from weight_transfer.format.digest import digest_of, updated
-from weight_transfer.format.entropy import decode_compact, encode_compact
+from weight_transfer.format.entropy import decode_compact, encode_compact, join, split
 from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey, VerifyKey
-from weight_transfer.format.tensors import TensorBits
+from weight_transfer.format.tensors import WIDTHS, Bits, TensorBits, WeightClass, weight_class_of
 from weight_transfer.kernels import cpu, range_coder
 from weight_transfer.kernels.cpu import apply_changes
 
@@ -126,7 +127,8 @@ def decode_or_refuse(encoded: bytes, old: TensorBits = OLD, digest: int = 7) -> 
     except WeightError:
         return
     assert change.indices.size == change.new.size <= old.bits.size
-    assert change.indices.size == parse_header(encoded).changed
+    header = parse_header(encoded)
+    assert change.indices.size == header.changed or header.encoding.field
     if change.indices.size:
         assert change.indices.min() >= 0
         assert change.indices.max() < old.bits.size
@@ -158,7 +160,7 @@ def test_flipped_bytes_never_escape(density: float, data: st.DataObject) -> None
         decode_or_refuse(bytes(encoded), old)
 
 
-@given(st.binary(max_size=300), st.integers(0, 4), st.integers(0, 1 << 64), steps())
+@given(st.binary(max_size=300), st.sampled_from(Encoding), st.integers(0, 1 << 64), steps())
 def test_arbitrary_payloads_never_escape(
     payload: bytes, encoding: int, changed: int, step: tuple[TensorBits, TensorBits]
 ) -> None:
@@ -251,6 +253,80 @@ def test_a_training_step_takes_no_more_bytes_than_promised(
         chunk = encode_chunk(step.old, step.new, (0, step.old.rows), 0, level)
         assert len(chunk.encoded) <= most * chunk.header.changed
     assert chunk.header.encoding is Encoding.COMPACT
+
+
+def information_bytes(old: Bits, new: Bits) -> float:
+    """Bytes of which weights differ, if each does by itself, and of a coin for each change."""
+    share = float(np.mean(old != new))
+    bits = -share * np.log2(share) - (1 - share) * np.log2(1 - share)
+    return float(old.size * (bits + share) / 8)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(WIDTHS)))
+def test_an_update_of_any_dtype_is_at_the_information_bound(dtype: str) -> None:
+    """Weights of 4 and 6 bits count as weights, also where integers hold two of them."""
+    kind = weight_class_of(dtype)
+    field = kind.field or (4 if dtype in ("uint8", "int32") else 0)
+    rng = np.random.default_rng(1)
+    bits = tensor("w", (240, 1_000), 1, dtype).bits
+    if dtype == "bool":
+        bits &= 1
+    weights = split(bits, field) if field else bits
+    if kind.bits > 4:  # A layer's weights are of few magnitudes.
+        magnitudes = np.minimum(rng.geometric(0.5, weights.size), 12).astype(weights.dtype)
+        weights &= ~weights.dtype.type(kind.mask << kind.shift)
+        weights |= (100 - magnitudes) << weights.dtype.type(kind.shift)
+    steps = rng.choice(np.array([1, -1]), weights.size).astype(f"i{weights.itemsize}")
+    if field in (4, 6):  # The least and the greatest have one neighbour.
+        steps = np.where(weights == 0, 1, np.where(weights == (1 << field) - 1, -1, steps))
+    moved = weights + steps.astype(f"i{weights.itemsize}").view(weights.dtype)
+    if dtype == "bool":
+        moved = weights ^ 1
+    moved = np.where(rng.random(weights.size) < 0.03, moved, weights)
+    new_bits = join(moved, field, bits.dtype) if field else moved
+    before, after = (TensorBits("w", dtype, (240, 1_000), each) for each in (bits, new_bits))
+    digest = digest_of(bits)
+    chunk = encode_chunk(before, after, (0, 240), digest, Level.COMPACT)
+    assert chunk.header.encoding.field == field
+    least = information_bytes(weights, moved)
+    # The direction in which a truth value changed is no news, and is coded all the same.
+    ratio = len(chunk.encoded) / least
+    assert ratio <= (1.15 if dtype == "bool" else 1.05), f"{ratio:.3f} of the bound"
+    change = decode_chunk(chunk.encoded, before, digest)
+    np.testing.assert_array_equal(change.indices, np.flatnonzero(bits != new_bits))
+    np.testing.assert_array_equal(change.new, new_bits[change.indices])
+    assert (digest + chunk.digest_change) % (1 << 64) == digest_of(new_bits)
+    written = before.zeros()
+    written.bits[:] = bits
+    overwrite_chunk(chunk.encoded, written, digest)
+    np.testing.assert_array_equal(written.bits, new_bits)
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn_x2", "float6_e2m3fn", "complex64", "uint8"])
+@pytest.mark.parametrize("size", [1, 2, 3, 12, 3_001])
+def test_weights_that_share_elements_come_back_however_many_change(dtype: str, size: int) -> None:
+    old = tensor("w", (size,), 1, dtype)
+    for seed, share in enumerate((0.01, 0.1, 0.2, 0.6, 1.0)):
+        rng = np.random.default_rng(seed)
+        flips = tensor("w", (size,), 2 + seed, dtype).bits
+        bits = np.where(rng.random(size) < share, old.bits ^ flips, old.bits)
+        bits[size // 2] ^= bits.dtype.type(1)
+        new = TensorBits("w", dtype, (size,), bits)
+        for level in Level:
+            encoded = encode_chunk(old, new, (0, size), 7, level).encoded
+            change = decode_chunk(encoded, old, 7)
+            np.testing.assert_array_equal(change.indices, np.flatnonzero(old.bits != bits))
+            np.testing.assert_array_equal(change.new, bits[change.indices])
+
+
+def test_a_weight_of_more_bits_than_its_field_is_refused() -> None:
+    old = tensor("w", (12,), 1, "float4_e2m1fn_x2")
+    parts = split(old.bits, 4)
+    wide = cpu.compare(parts, parts | np.uint8(16), parts.size)
+    assert wide is not None
+    payload = memoryview(encode_compact(wide, WeightClass(1, 2)))
+    with pytest.raises(ChunkFormatError, match="a weight has more than 4 bits"):
+        decode_payload(Encoding.COMPACT4, parts.size, payload, old.bits)
 
 
 def test_an_empty_class_and_a_full_one_cost_next_to_nothing() -> None:
