@@ -15,6 +15,8 @@ from executor.errors import ExecutorError
 TESTED: Final = ("0.25.0", "0.30.0", "0.31.0", "0.32.0")
 VERSIONS: Final = EngineVersions("vLLM", "vllm", TESTED, ("0.25.0", "0.34.0"))
 check_version: Final = VERSIONS.check
+DRAFTS: Final = ("ngram", "suffix")
+"""Methods of drafts that a replica may have: they have no weights, which an update would miss."""
 # cmpl-<X-Request-Id>-<prompt index>, chatcmpl-<X-Request-Id>; some versions add 8 random digits.
 _COMPLETION = re.compile(r"cmpl-(?P<id>.+)-(?P<index>\d{1,4})(?:-[0-9a-f]{8})?")
 _CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
@@ -128,17 +130,23 @@ class IterationSurface(Protocol):
 
 
 def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 -- vLLM's config
-    yield config.speculative_config, "speculative decoding", "--speculative-config"
+    method = getattr(config.speculative_config, "method", None)
+    yield method not in (None, *DRAFTS), undrafted(str(method)), "--speculative-config"
     yield config.kv_transfer_config, "disaggregated prefill and decode", "--kv-transfer-config"
     yield config.model_config.logits_processors, "custom samplers", "--logits-processors"
     yield getattr(config, "diffusion_config", None), "diffusion", "the diffusion model"
 
 
-def check_features(config: Any) -> None:  # noqa: ANN401 -- vLLM's VllmConfig
+def undrafted(method: str) -> str:
+    """Return the name of drafts that a replica does not have, for an error."""
+    return f"drafts of method {method or 'none'!r}, but of {' and '.join(DRAFTS)}"
+
+
+def check_features(config: Any, who: str = "a guest") -> None:  # noqa: ANN401 -- VllmConfig
     """Raise ExecutorError for the first feature in the configuration that a guest does not have."""
     for found, meaning, option in _refused(config):
         if found:
-            raise ExecutorError(f"a guest on vLLM does not have {meaning}; leave out {option}")
+            raise ExecutorError(f"{who} on vLLM does not have {meaning}; leave out {option}")
 
 
 @contextmanager

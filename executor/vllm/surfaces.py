@@ -66,7 +66,8 @@ GUEST: Final = (
     *SCHEDULER,
     *POOL,
     "v1.core.sched.scheduler:Scheduler._preempt_request(request, timestamp)",
-    "v1.core.sched.scheduler:Scheduler[kv_cache_config, num_lookahead_tokens, deferred_frees,"
+    "v1.core.sched.scheduler:Scheduler[kv_cache_config, num_lookahead_tokens, num_spec_tokens,"
+    " deferred_frees,"
     " prev_step_scheduled_req_ids, max_num_scheduled_tokens,"
     " max_num_active_reqs|max_num_running_reqs, kv_holding_waiting|skipped_waiting]",
     "v1.core.kv_cache_manager:KVCacheManager.get_block_ids(request_id)",

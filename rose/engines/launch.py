@@ -238,7 +238,9 @@ def check_options(spec: EngineSpec) -> None:
     such as speculative decoding in a replica.
     """
     kind = _KINDS[spec.engine]
-    refused = kind.REFUSED | (kind.REFUSED_IN_REPLICAS if spec.role.is_replica else {})
+    refused = dict(kind.REFUSED)
+    if spec.role.is_replica:
+        refused |= kind.REFUSED_IN_REPLICAS | kind.refused_values(spec.extra_args)
     for given in () if spec.role is EngineRole.STOCK else spec.extra_args:
         option = _option(given)
         if option in refused:
@@ -256,6 +258,7 @@ def check_replica_args(engine: EngineKind, words: Sequence[str]) -> None:
     own = kind.own_options(
         EngineSpec("", EngineRole.GUEST, Path(), 0, Path(), engine=engine, kv_backend="cuda")
     )
+    values = kind.refused_values(words)
     for word in words:
         option = _option(word)
         if option.startswith("-") and not option.startswith("--"):
@@ -269,7 +272,7 @@ def check_replica_args(engine: EngineKind, words: Sequence[str]) -> None:
         for name, its_field in sorted(kind.FIELDS.items()):
             if name.startswith(option):
                 raise ConfigError(f"the node has {its_field} for {name}; leave out {option}")
-        refused = kind.REFUSED | kind.REFUSED_IN_REPLICAS | kind.REFUSED_BY_NODE
+        refused = kind.REFUSED | kind.REFUSED_IN_REPLICAS | kind.REFUSED_BY_NODE | values
         for name, meaning in sorted(refused.items()):
             if name.startswith(option):
                 raise ConfigError(f"a replica does not have {meaning}; leave out {option}")

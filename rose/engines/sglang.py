@@ -5,6 +5,7 @@ engine runs the plugins of its role; a stock one runs none.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -118,6 +119,14 @@ def _arguments(spec: EngineSpec, tokens: int) -> list[str]:
             # Nothing is in flight between two steps: weights and granules may be changed there.
             made.append("--disable-overlap-schedule")
     return [*made, *spec.extra_args]
+
+
+def refused_values(words: Sequence[str]) -> dict[str, str]:
+    """Return the options that a replica must not have with the value that they have in `words`;
+    SGLang has none.
+    """
+    del words
+    return {}
 
 
 def own_options(spec: EngineSpec) -> set[str]:

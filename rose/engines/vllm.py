@@ -4,8 +4,10 @@ An engine of one rank runs its worker inside its engine core (UniProcExecutor): 
 starve each other on one core. Several ranks are a process each below their engine core ("mp").
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 
+from executor.vllm.compat import DRAFTS, undrafted
 from rose.contract.replica import MOST_LOGPROBS
 from rose.engines.spec import Device, EngineRole, EngineSpec
 
@@ -15,8 +17,10 @@ NAME = "vLLM"
 HOST_GROUP, PLUGINS_GROUP = "vllm.stat_logger_plugins", "vllm.general_plugins"
 # Options that every role, and that replicas, must not have, each with its meaning.
 REFUSED: dict[str, str] = {}
+SPECULATIVE = "--speculative-config"
 REFUSED_IN_REPLICAS = {
-    "--speculative-config": "speculative decoding",
+    "--spec-method": f"drafts outside of {SPECULATIVE}",
+    "-sc": f"drafts outside of {SPECULATIVE}",
     "--kv-transfer-config": "disaggregated prefill and decode",
     "--logits-processors": "custom samplers",
     "--enable-lora": "LoRA adapters but by `lora` of the node's file",
@@ -98,8 +102,7 @@ def arguments(spec: EngineSpec) -> list[str]:
         made.append("--enforce-eager")
     if spec.device is Device.CUDA:
         made.append(_NO_SHARE)
-    if spec.role is EngineRole.GUEST:
-        made.append("--scheduler-cls=executor.vllm.guest.scheduler.GatedScheduler")
+    made.extend(_scheduler(spec))
     if spec.role in (EngineRole.HOST, EngineRole.GUEST):
         if spec.kv_backend == "cuda":
             made.append("--worker-cls=executor.vllm.reserved_worker.ReservedKvWorker")
@@ -109,6 +112,13 @@ def arguments(spec: EngineSpec) -> list[str]:
     if spec.role.is_replica:
         made.extend(_REPLICA_ARGS)
     return [*made, *spec.extra_args]
+
+
+def _scheduler(spec: EngineSpec) -> Iterator[str]:
+    if spec.role is EngineRole.GUEST:
+        yield "--scheduler-cls=executor.vllm.guest.scheduler.GatedScheduler"
+    elif spec.role is EngineRole.DEDICATED and drafts_of(spec.extra_args) is not None:
+        yield "--scheduler-cls=executor.vllm.drafts.DraftScheduler"
 
 
 def _parallel(spec: EngineSpec) -> Iterator[str]:
@@ -126,6 +136,37 @@ def _lora(spec: EngineSpec) -> list[str]:
     # One slot is for the reference of a version that comes.
     slots = spec.lora.max_adapters + 1
     return ["--enable-lora", f"--max-loras={slots}", f"--max-lora-rank={spec.lora.max_rank}"]
+
+
+def drafts_of(words: Sequence[str]) -> str | None:
+    """Return the method of the drafts that these options ask for; None without drafts, "" if they
+    do not name it.
+    """
+    method = None
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        option, _, key = name.replace("_", "-").partition(".")
+        # vLLM takes the beginning of an option for the whole.
+        if len(option) < len("--spec") or not SPECULATIVE.startswith(option):
+            continue
+        given = value if equals else "".join(words[place + 1 : place + 2])
+        if key == "method":
+            method = given
+        elif not key:
+            try:
+                method = str(json.loads(given).get("method", ""))
+            except (ValueError, AttributeError):
+                method = ""
+        method = method or ""
+    return method
+
+
+def refused_values(words: Sequence[str]) -> dict[str, str]:
+    """Return the options among these words that a replica must not have with the value that they
+    have there, each with its meaning.
+    """
+    method = drafts_of(words)
+    return {} if method is None or method in DRAFTS else {SPECULATIVE: undrafted(method)}
 
 
 def own_options(spec: EngineSpec) -> set[str]:

@@ -27,11 +27,11 @@ from executor.vllm.compat import (
     ended_requests,
     waiting_requests,
 )
+from executor.vllm.drafts import DraftScheduler
 from executor.vllm.kv_backing import kv_groups, kv_pages
 from executor.vllm.kv_block_pool import BalloonedPool
 from executor.vllm.probes import check_addresses
 from executor.vllm.rank_worker import carry
-from executor.vllm.scheduler_base import ConfiguredScheduler
 
 
 class AbortQueue:
@@ -52,7 +52,7 @@ class AbortQueue:
         self._ended.clear()
 
 
-class GatedScheduler(GuestPlugin, ConfiguredScheduler):
+class GatedScheduler(GuestPlugin, DraftScheduler):
     """Scheduler of a guest that asks the gate before every step; a refusal makes an empty schedule.
 
     An empty schedule still carries aborts and finished requests to the workers, and leaves vLLM's
@@ -123,7 +123,8 @@ class GatedScheduler(GuestPlugin, ConfiguredScheduler):
         return [(request.request_id, request.num_tokens) for request in waiting_requests(self)]
 
     def _blocks_for(self, tokens: int) -> int:
-        return blocks_in(self._groups, tokens + self.num_lookahead_tokens)
+        # A request whose drafts do not fit would be preempted for them again and again.
+        return blocks_in(self._groups, tokens + self.draft_tokens + self.num_lookahead_tokens)
 
     def _hand_back(self, request_ids: Collection[str]) -> None:
         ended = self.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)

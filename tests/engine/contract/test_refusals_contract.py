@@ -24,17 +24,18 @@ pytestmark = [
 ]
 
 START_S = 240.0
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+DRAFTS = {"method": "draft_model", "num_speculative_tokens": 2, "model": "MODEL"}
 TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """Options of each engine for the same, and what it is called."""
+    """Options of each engine for the same, and what it is called; MODEL is the guest's folder."""
 
     meaning: str
     vllm: str
     sglang: str
+    vllm_meaning: str = ""
 
 
 BAD = [
@@ -42,6 +43,7 @@ BAD = [
         "speculative decoding",
         f"--speculative-config={json.dumps(DRAFTS)}",
         "--speculative-algorithm=NGRAM",
+        "drafts of method 'draft_model', but of ngram and suffix",
     ),
     Bad(
         "disaggregated prefill and decode",
@@ -95,9 +97,11 @@ async def said_of(spec: EngineSpec) -> str:
 async def test_a_feature_that_breaks_a_promise(
     contract_engine: ContractEngine, bad: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    option = bad.vllm if contract_engine.kind is EngineKind.VLLM else bad.sglang
+    on_vllm = contract_engine.kind is EngineKind.VLLM
+    option = bad.vllm.replace("MODEL", str(tmp_path / "model")) if on_vllm else bad.sglang
+    meaning = (on_vllm and bad.vllm_meaning) or bad.meaning
     spec = guest_of(contract_engine, tmp_path, option)
-    refusal = f"does not have {bad.meaning}; leave out {option.partition('=')[0]}"
+    refusal = f"does not have {meaning}; leave out {option.partition('=')[0]}"
     with pytest.raises(ConfigError, match=refusal):
         await EngineProcess.start(spec)
     monkeypatch.setattr(launch, "check_options", lambda _: None)

@@ -174,16 +174,58 @@ def test_what_breaks_a_promise_on_sglang_is_refused_before_it_starts(
         launch.check_options(looked)
 
 
-@pytest.mark.parametrize("option", ["--speculative-config={}", "--speculative_config.method=ngram"])
-def test_what_breaks_a_promise_on_vllm_is_refused_before_it_starts(
-    sglang: EngineSpec, option: str
+@pytest.mark.parametrize(
+    ("words", "method"),
+    [
+        (["--speculative-config={}"], "none"),
+        (["--speculative-config", "no JSON"], "none"),
+        (["--speculative-config=[]"], "none"),
+        (["--speculative_config.num_speculative_tokens=3"], "none"),
+        (['--speculative-config={"method": "eagle3", "model": "head"}'], "eagle3"),
+        (["--speculative_config.method", "mtp"], "mtp"),
+        (["--speculative-config.method=ngram_gpu"], "ngram_gpu"),
+    ],
+)
+def test_drafts_whose_weights_no_update_reaches_are_refused_before_they_start(
+    sglang: EngineSpec, words: list[str], method: str
 ) -> None:
-    """A host of it may have what a replica may not."""
-    named = replace(sglang, engine=EngineKind.VLLM, extra_args=(option,))
+    """A host may have what a replica may not."""
+    named = replace(sglang, engine=EngineKind.VLLM, extra_args=(*words,))
     launch.check_options(replace(named, role=EngineRole.HOST))
+    said = f"on vLLM does not have drafts of method '{method}', but of ngram and suffix; leave out"
     for role in (EngineRole.GUEST, EngineRole.DEDICATED):
-        with pytest.raises(ConfigError, match="on vLLM does not have speculative decoding; leave"):
+        with pytest.raises(ConfigError, match=said):
             launch.check_options(replace(named, role=role))
+
+
+@pytest.mark.parametrize("option", ["-sc={}", "--spec-method=ngram"])
+def test_drafts_have_one_option(sglang: EngineSpec, option: str) -> None:
+    named = replace(sglang, engine=EngineKind.VLLM, role=EngineRole.GUEST, extra_args=(option,))
+    with pytest.raises(ConfigError, match="does not have drafts outside of --speculative-config"):
+        launch.check_options(named)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ['--speculative-config={"method": "ngram", "num_speculative_tokens": 3}'],
+        ["--speculative_config.num_speculative_tokens=3", "--speculative_config.method=suffix"],
+    ],
+)
+def test_drafts_without_weights_have_a_scheduler_of_their_own(
+    sglang: EngineSpec, words: list[str]
+) -> None:
+    launch.check_replica_args(EngineKind.VLLM, words)
+    named = replace(sglang, engine=EngineKind.VLLM, extra_args=(*words,))
+    schedulers = {
+        EngineRole.GUEST: "executor.vllm.guest.scheduler.GatedScheduler",
+        EngineRole.DEDICATED: "executor.vllm.drafts.DraftScheduler",
+    }
+    for role, scheduler in schedulers.items():
+        launch.check_options(replace(named, role=role))
+        assert f"--scheduler-cls={scheduler}" in process_spec(replace(named, role=role)).argv
+    undrafted = process_spec(replace(named, role=EngineRole.DEDICATED, extra_args=()))
+    assert not any(word.startswith("--scheduler-cls") for word in undrafted.argv)
 
 
 def test_what_an_engine_lacks_has_a_reason() -> None:

@@ -56,7 +56,11 @@ WRONG = [
             ("vllm", "--port=1", "--port is the node's to set; leave out --port"),
             ("vllm", "--worker_cls=mine", "--worker-cls is the node's to set; leave out --worker"),
             ("vllm", "--tensor-par=2", "the node has tensor_parallel for --tensor-parallel-size; "),
-            ("vllm", "--speculative-config.model=d", "a replica does not have speculative dec"),
+            (
+                "vllm",
+                "--speculative-config.model=d",
+                "a replica does not have drafts of method 'none'",
+            ),
             ("vllm", "-tp=2", "-tp is an abbreviation; give the option's long name"),
             ("sglang", "--max-total-tokens=9", "--max-total-tokens is the node's to set; leave"),
             ("sglang", "--dp-size=2", "the node has data_parallel for --dp-size; leave out --dp"),
