@@ -39,7 +39,7 @@ class DraftScheduler(ConfiguredScheduler):
             return
         check_features(config, "a replica")
         if hasattr(self, "dynamic_sd_lookup") and self.dynamic_sd_lookup is None:
-            # As many drafts as ever, but vLLM then fills no step up to this number.
+            # With a table of numbers of drafts vLLM puts no placeholders into a step.
             most = config.scheduler_config.max_num_seqs
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (most + 1)
         from vllm.platforms import current_platform  # a replica without drafts has no use for it
