@@ -38,7 +38,7 @@ class DraftScheduler(ConfiguredScheduler):
         if not self.num_spec_tokens:
             return
         check_features(config, "a replica")
-        if hasattr(self, "dynamic_sd_lookup") and self.dynamic_sd_lookup is None:
+        if getattr(self, "dynamic_sd_lookup", ()) is None:
             # With a table of numbers of drafts vLLM puts no placeholders into a step.
             most = config.scheduler_config.max_num_seqs
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (most + 1)
