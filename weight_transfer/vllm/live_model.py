@@ -32,7 +32,7 @@ SURFACES: Final = (
     " target_device)",
     "utils.torch_utils:set_default_torch_dtype",
     "config.vllm:set_current_vllm_config(vllm_config)",
-    "model_executor.model_loader.reload:finalize_layerwise_reload",
+    "model_executor.model_loader.reload.layerwise:finalize_layerwise_reload",
     "forward_context:set_forward_context(attn_metadata, vllm_config, num_tokens, slot_mapping,"
     " skip_compiled)",
     "v1.attention.backend:CommonAttentionMetadata[query_start_loc, query_start_loc_cpu, seq_lens,"
@@ -102,7 +102,7 @@ class VllmLoader:
 
         config = self.vllm_config.model_config
         if config.quantization is not None:
-            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+            from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
             # Layers that have padding, and attention, wait for it if they are quantised at load.
             finalize_layerwise_reload(module, config)
