@@ -13,6 +13,7 @@ sglang  `POST /generate`, streamed. By default each event repeats the whole outp
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Protocol
 
@@ -130,6 +131,21 @@ class _Fault(msgspec.Struct, gc=False):
 # many requests.
 _OWN_FAULTS = frozenset({408, 409, 429})
 _decode_fault = msgspec.json.Decoder(_Fault).decode
+
+
+class _FaultBody(msgspec.Struct, gc=False):
+    error: _Fault
+
+
+_decode_fault_body = msgspec.json.Decoder(_FaultBody).decode
+
+
+def fault_message(body: bytes) -> str:
+    """Return what an error answer of a replica says: its `error.message`, else all of it."""
+    with suppress(msgspec.DecodeError):
+        if message := _decode_fault_body(body).error.message:
+            return message
+    return body.decode("utf-8", "replace")
 
 
 def error_line(raw: msgspec.Raw) -> StreamLine:

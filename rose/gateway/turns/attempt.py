@@ -18,7 +18,7 @@ from elastic_scheduler import Attempt, Deliver, End, JournalError, Outcome, Turn
 from rose.contract.replica import PromptLogprobs, StreamLine, top_row_bytes
 from rose.gateway.backends.batches import BatchCollector, BatchedTurn
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamConnection
-from rose.gateway.backends.replica_apis import LINKS, AnswerReader, BackendError
+from rose.gateway.backends.replica_apis import LINKS, AnswerReader, BackendError, fault_message
 from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, Ending, LiveAttempt
 from rose.gateway.text_codec import TextTrack
@@ -224,7 +224,7 @@ class AttemptStream:
             return
         never_asked = isinstance(error, (ConnectionRefusedError, TimeoutError))
         self.engine_ended = self._status in (0, OK) and not never_asked
-        text = self._fault.decode("utf-8", "replace")
+        text = fault_message(self._fault)
         if self._status in REQUEST_FAULTS and not KNOWN_ID.search(text):
             self._over.set_result(BadRequest(f"{self.live.entry.id} refuses the turn: {text}"))
         elif self._status not in (0, OK):

@@ -70,3 +70,18 @@ async def test_each_life_of_a_turn_has_attempt_ids_of_its_own() -> None:
     first, _, again = (asked["request_id"] for asked in replica.requests)
     assert first != again
     assert {first.split(".")[0], again.split(".")[0]} == {"turn"}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"error":{"type":"no","message":"min_p: not here"}}', "min_p: not here"),
+        (b'{"error":"no"}', '{"error":"no"}'),
+        (b"torn {", "torn {"),
+    ],
+)
+async def test_a_refusal_is_passed_on_in_the_replicas_words(body: bytes, said: str) -> None:
+    async with serving(OneAnswerReplica(400, body)) as (_, _, session):
+        status, answer, _ = await ask(session, VLLM, vllm_body(3))
+        assert status == 400
+        assert answer["error"]["message"] == f"guest-0 refuses the turn: {said}"
