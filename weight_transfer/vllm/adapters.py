@@ -38,6 +38,22 @@ from weight_transfer.format.tensors import WIDTHS, TensorBits, unsigned
 from weight_transfer.kernels.device import named_shortage
 from weight_transfer.vllm.live_model import VllmModel, VllmProber
 
+SURFACES: Final = (
+    "lora.lora_model:LoRAModel.from_lora_tensors(lora_model_id, tensors, peft_helper, device,"
+    " dtype, weights_mapper)",
+    "lora.peft_helper:PEFTHelper.from_dict",
+    "lora.request:LoRARequest",
+    "lora.layers.base:BaseLayerWithLoRA",
+    "lora.layers.utils:LoRAMapping",
+    "lora.worker_manager:LRUCacheWorkerLoRAManager[_adapter_manager]",
+    "lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter",
+    "lora.worker_manager:LRUCacheWorkerLoRAManager.add_dummy_lora",
+    "lora.worker_manager:LRUCacheWorkerLoRAManager.set_active_adapters",
+    "lora.model_manager:LRUCacheLoRAModelManager.pin_adapter",
+    "lora.model_manager:LRUCacheLoRAModelManager.remove_adapter",
+    "lora.model_manager:LRUCacheLoRAModelManager[lora_index_to_id, modules, packed_modules]",
+)
+"""Names of vLLM that adapters use, as `module:name(parameters)[attributes]`."""
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 -- files that are deleted once they are read
 REFERENCE: Final = 1 << 30
 _BASE: Final = 0
