@@ -52,7 +52,8 @@ def parts_of(package: str) -> Parts:
     from rose.replica.vllm import SURFACES
 
     own = ("host", "lending", "guest", "worker")
-    return {name: getattr(vllm, name.upper()) for name in own} | {"replica": SURFACES}
+    replica = (*SURFACES, *vllm.DRAFTS)
+    return {name: getattr(vllm, name.upper()) for name in own} | {"replica": replica}
 
 
 def unpacked(requirement: str) -> Path:

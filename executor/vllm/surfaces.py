@@ -79,6 +79,14 @@ GUEST: Final = (
 )
 """Names that a guest's scheduler uses."""
 
+DRAFTS: Final = (
+    "v1.sample.rejection_sampler:apply_sampling_constraints",
+    "v1.sample.rejection_sampler:expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from,"
+    " replace_to)",
+    "v1.sample.rejection_sampler:rejection_sample",
+)
+"""Names that a replica with drafts uses besides."""
+
 WORKER: Final = (
     "v1.worker.gpu_worker:Worker.load_model",
     "v1.worker.gpu_worker:Worker.initialize_from_config(kv_cache_config)",
