@@ -130,8 +130,11 @@ class GranuleQueue(Generic[Block]):
 
     def empty_granules(self) -> list[int]:
         """Return the numbers of full-size granules with all blocks free, none of them cached."""
-        full = self._by_free[self._granules.granule_blocks]
-        return [granule for granule in full if not self._cached[granule]]
+        return list(filter(self.is_empty, self._by_free[self._granules.granule_blocks]))
+
+    def is_empty(self, granule: int) -> bool:
+        """Return True for a full-size granule with all blocks free, none of them cached."""
+        return len(self._plain[granule]) == self._granules.granule_blocks
 
     def take(self, granule: int) -> list[Block]:
         """Remove and return all free blocks of a granule."""

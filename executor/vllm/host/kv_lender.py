@@ -47,11 +47,27 @@ class LendingPool(BalloonedPool, LendablePool):
 
     def __init__(self, pool: BlockPoolSurface, granules: Granules, pages: PageBackend) -> None:
         self._stock = type(pool.free_block_queue)
+        self._sorted: list[int] = []
         super().__init__(pool, granules, pages)
 
     def lendable(self, count: int) -> list[int]:
-        """Return up to `count` free granules to lend: the highest, so that they stay together."""
-        return sorted(self._queue.empty_granules(), reverse=True)[:count]
+        """Return up to `count` free granules to lend: the highest, so that they stay together.
+
+        Some that became free lately may be left out until all others are lent.
+        """
+        found = self._next_lendable(count)
+        if len(found) < count:
+            # A large pool has thousands, and a step waits for each call: sorted once for many.
+            self._sorted = sorted(set(self._queue.empty_granules()).difference(found))
+            found += self._next_lendable(count - len(found))
+        return found
+
+    def _next_lendable(self, count: int) -> list[int]:
+        found: list[int] = []
+        while self._sorted and len(found) < count:
+            if self._queue.is_empty(granule := self._sorted.pop()):
+                found.append(granule)
+        return found
 
     def forget(self, now_ns: int, cold_ns: int, most: int) -> int:
         """Drop the prefixes in up to `most` granules that had no hit in the last `cold_ns`.
