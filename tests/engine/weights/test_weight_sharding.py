@@ -206,7 +206,7 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
     from vllm import _custom_ops
 
     from weight_transfer.apply.loader_map import LoaderMap
-    from weight_transfer.apply.reference import load_fresh, overlay
+    from weight_transfer.apply.reference import Reference, load_fresh, overlay
     from weight_transfer.apply.staging import OpaqueCopy, place, write, write_back
     from weight_transfer.apply.trace_loader import trace_loader
 
@@ -223,7 +223,8 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
         read = overlay(case.base, {tensor.name: tensor for tensor in case.staged.tensors})
         fresh = load_fresh(loader(case), case.base, read)
         known = dict(fresh.named_parameters())
-        copy = OpaqueCopy(loader_map, {name: known[name] for name in loader_map.loose})
+        loose = {name: known[name] for name in loader_map.loose}
+        copy = OpaqueCopy(live, loader_map, Reference(torch.zeros(1), loose))
         placed = place(loader_map, case.staged)
         assert write(placed) + copy.write() == ()
         assert differing(live, load(case, case.new)) == []
