@@ -220,7 +220,8 @@ def _prove_loose(
         if live[name].numel() == 0:
             raise LoaderMapError(
                 f"{name} is empty: the engine packed its weights away; start it with "
-                "VLLM_PLUGINS=rose_unpacked and ROSE_ROLE=guest or dedicated"
+                "VLLM_PLUGINS=rose_unpacked and ROSE_ROLE=guest or dedicated, latent attention on"
+                " a CPU also with --attention-backend=CPU_MLA"
             )
         second = fresh.get(name)
         if second is None or not _same(live[name], second):

@@ -83,6 +83,8 @@ class FamilyReplica:
             seed=0,
             worker_extension_cls=extension,
             quantization=quantization or None,
+            # With AMX vLLM takes a backend for latent attention that packs a weight away.
+            attention_backend="CPU_MLA" if "deepseek" in family else None,
             runner="pooling" if self._pooling else "generate",
         )
 
