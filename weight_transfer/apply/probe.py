@@ -20,7 +20,7 @@ live        the probe's logits are those of a reference; and for each kind of we
             of it are changed in the live model: its logits must change
 reference   all kinds are changed at once, and a reference is made: its logits must not change
 A kind is a parameter's name without its numbers: all layers' routers are one.
-Where a loader transforms weights, an update of all kinds is rehearsed besides, and undone.
+Where updates replace modules, one of all kinds is rehearsed besides, and undone.
 """
 
 from __future__ import annotations

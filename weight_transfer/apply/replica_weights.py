@@ -146,7 +146,7 @@ class ReplicaWeights:
         warm_kernels(base, engine.device)
         self.map, self.load_plan = map_engine(engine, base)
         insist_on_sight(engine, self.map, lambda: self._reference(base, None))
-        if self.map.loose or self.map.packed:
+        if self.map.packed:
             self._rehearse(base)
         self._receiver = Receiver.over(self._copy)
         self._shared = place is not None
@@ -158,7 +158,7 @@ class ReplicaWeights:
         """Make an update of a tensor of each kind and undo it. Raise ProbeError unless the live
         model then computes what a fresh load computes, and after it what it computed before.
 
-        An engine that keeps what it made of loose parameters elsewhere too is found so.
+        An engine that keeps what it made of a module's weights elsewhere too is found so.
         """
         engine = self.engine
         before = engine.prober.logits(engine.model)
@@ -175,7 +175,7 @@ class ReplicaWeights:
             copy.write_back()
         undone = compare(engine.prober.logits(engine.model), before)
         if wrong or not (after.ok and undone.ok):
-            first = (wrong or self.map.loose or self.map.packed)[0]
+            first = (wrong or self.map.packed)[0]
             raise ProbeError(
                 f"the engine does not compute with {first} as its own loader makes it anew, so no"
                 " update of this model could be proven: serve weights in another format"
