@@ -7,11 +7,11 @@ from typing import Any
 
 import aiohttp
 import pytest
-from adapter_cases import adapter_of, merged_tokens, moved, settings_of
 from engine_specs import ADAPTED
 from live_replica import PROMPT, Lines, Replica, sampled, tokens_of, versions_of
 from pool import Started
 
+from tests.harness.adapters import adapter_of, merged_tokens, moved, settings_of
 from weight_transfer import OnUpdate, TensorBits
 
 pytestmark = [

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_cases import adapter_of, moved, settings_of, write_adapter
 from engine_starts import EngineStarts
 from test_weight_apply import ServedEngine, served_model
 from tiny_model import VOCABULARY
 
+from tests.harness.adapters import adapter_of, moved, settings_of, write_adapter
 from weight_transfer import AdapterError, TensorBits, WrongBaseError
 from weight_transfer.apply.replica_weights import typed
 

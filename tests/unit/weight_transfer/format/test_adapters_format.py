@@ -18,13 +18,13 @@ LAYER = "model.layers.0.self_attn.q_proj"
 
 
 @dataclass(frozen=True)
-class Shape:
+class ShapeOnly:
     shape: tuple[int, ...]
 
 
-BASE = {f"{LAYER}.weight": Shape((32, 64)), "model.norm.weight": Shape((64,))}
+BASE = {f"{LAYER}.weight": ShapeOnly((32, 64)), "model.norm.weight": ShapeOnly((64,))}
 A, B = (f"base_model.model.{LAYER}.lora_{letter}.weight" for letter in "AB")
-FITS = {A: Shape((8, 64)), B: Shape((32, 8))}
+FITS = {A: ShapeOnly((8, 64)), B: ShapeOnly((32, 8))}
 
 
 def test_the_settings_are_signed_and_whole_weights_have_none() -> None:
@@ -61,10 +61,16 @@ def test_what_fits_is_taken() -> None:
     ("tensors", "line"),
     [
         ({}, "no tensors"),
-        (FITS | {"model.norm.weight": Shape((64,))}, "model.norm.weight is not carried"),
-        (FITS | {A.replace("lora_A", "lora_magnitude_vector"): Shape((32,))}, "is not carried"),
+        (FITS | {"model.norm.weight": ShapeOnly((64,))}, "model.norm.weight is not carried"),
+        (
+            FITS | {A.replace("lora_A", "lora_magnitude_vector"): ShapeOnly((32,))},
+            "is not carried",
+        ),
         ({A: FITS[A]}, r"q_proj.lora_B is missing, and r=8 and the base make it \(32, 8\)"),
-        (FITS | {A: Shape((4, 64))}, r"q_proj.lora_A is \(4, 64\), and r=8 and the base make"),
+        (
+            FITS | {A: ShapeOnly((4, 64))},
+            r"q_proj.lora_A is \(4, 64\), and r=8 and the base make",
+        ),
         (
             {name.replace("q_proj", "x_proj"): each for name, each in FITS.items()},
             "target_modules: the base has no linear layer model.layers.0.self_attn.x_proj",
@@ -72,6 +78,6 @@ def test_what_fits_is_taken() -> None:
         ({"base_model.model.model.norm.lora_A.weight": FITS[A]}, "no linear layer model.norm"),
     ],
 )
-def test_what_does_not_fit_is_named(tensors: dict[str, Shape], line: str) -> None:
+def test_what_does_not_fit_is_named(tensors: dict[str, ShapeOnly], line: str) -> None:
     with pytest.raises(AdapterError, match=line):
         check_adapter(ADAPTER, tensors, BASE)
