@@ -375,6 +375,7 @@ async def test_it_says_when_it_listens_and_its_death_is_an_error_with_its_last_w
     children = psutil.Process().children()
     [process] = [each for each in children if "rose.proxy.main" in each.cmdline()]
     assert process.nice() >= 5, "behind the guard"
+    await until_async(proxy.log.read_text, PATIENCE_S, "its first line is written")
     process.kill()
     with pytest.raises(UnavailableError, match="listening on 127"):
         await running
