@@ -52,7 +52,7 @@ def parts_of(package: str) -> Parts:
     from rose.replica.vllm import SURFACES
 
     own = ("host", "lending", "guest", "worker")
-    replica = (*SURFACES, *vllm.DRAFTS)
+    replica = (*SURFACES, *vllm.DRAFT_SAMPLER)
     return {name: getattr(vllm, name.upper()) for name in own} | {"replica": replica}
 
 

@@ -272,6 +272,7 @@ def loaded(name: str, kind: str, made: Any, config: Any, ranks: int) -> VllmStep
     pagers = reporting_ranks(ranks if kind != "stock" and ranks > 1 else 0)
     engine = VllmSteps(scheduler_of(made, config), block_hasher(config), traffic, pagers)
     engine.steps(FIRST_STEPS)
+    # Steps that lend free memory for the first time cost more, and are not measured.
     while pagers and engine.scheduler.lender.pending:
         engine.steps(1)
     if kind != "stock":

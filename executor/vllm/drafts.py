@@ -17,7 +17,7 @@ from typing import Any, Final
 from executor.errors import ExecutorError
 from executor.vllm.compat import check_features, check_version
 from executor.vllm.scheduler_base import ConfiguredScheduler
-from executor.vllm.surfaces import DRAFTS
+from executor.vllm.surfaces import DRAFT_SAMPLER
 
 # Odds of a correct sampler to fail the probe, were its seed not fixed.
 _FAILS: Final = 1e-9
@@ -38,7 +38,7 @@ class DraftScheduler(ConfiguredScheduler):
         config = self.vllm_config
         if not self.num_spec_tokens:
             return
-        check_version(DRAFTS)
+        check_version(DRAFT_SAMPLER)
         check_features(config, "a replica")
         if getattr(self, "dynamic_sd_lookup", ()) is None:
             # With a table of numbers of drafts vLLM puts no placeholders into a step.

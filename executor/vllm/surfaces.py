@@ -79,7 +79,7 @@ GUEST: Final = (
 )
 """Names that a guest's scheduler uses."""
 
-DRAFTS: Final = (
+DRAFT_SAMPLER: Final = (
     "v1.sample.rejection_sampler:apply_sampling_constraints",
     "v1.sample.rejection_sampler:expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from,"
     " replace_to)",

@@ -138,8 +138,7 @@ class NamedWeights:
         if tensor.dtype != dtype and not castable:
             self._troubles.append(f"{name} is {tensor.dtype}, which is not cast to {want.dtype}")
             return
-        cast = tensor_bits(name, tensor.detach().to("cpu", dtype)).bits
-        bits = TensorBits(name, want.dtype, want.shape, cast)
+        bits = TensorBits(name, want.dtype, want.shape, cast_bits(name, tensor, want.dtype).bits)
         before = self._bits.get(name)
         if before is not None and not np.array_equal(before.bits, bits.bits):
             self._troubles.append(f"the trainer gives {name} twice, with other values")
