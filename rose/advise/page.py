@@ -17,7 +17,7 @@ def page_of(advice: LendingAdvice, made_at: str) -> str:
     folder = Path(__file__).parent
     made = jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True)
     return made.get_template("advice.html").render(
-        advice=advice, made_at=made_at, bars=bars, width=WIDTH, height=HEIGHT
+        advice=advice, made_at=made_at, bars=bars, count=_count, width=WIDTH, height=HEIGHT
     )
 
 
@@ -100,8 +100,8 @@ def _doubts(each: DeploymentAdvice) -> tuple[str, ...]:
 
 
 def _count(number: float) -> str:
-    """Return a large number for people, as 474 k."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    """Return a large number for people, as 474 thousand."""
+    for size, unit in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.3g}"

@@ -131,12 +131,24 @@ class NodeRow:
         return sum(each.duty for each in guests) / len(guests) if guests else None
 
     @property
+    def gpus(self) -> int:
+        """GPUs of the node's host, one without telemetry of them."""
+        return max(1, self.host.gpus if self.host else 0)
+
+    @property
+    def working_gpus(self) -> float | None:
+        """Sum of the leased guests' duty, in whole GPUs; None without one."""
+        guests = self.leased_guests
+        worked = sum(each.duty * max(1, each.ranks) for each in guests)
+        return min(worked, self.gpus) if guests else None
+
+    @property
     def lendable_gpus(self) -> float | None:
-        """Compute that the node lends now, or would lend, in whole GPUs, a host without one counted
-        as one; None if the node does not report it.
+        """Compute that the node lends now, or would lend, in whole GPUs; None if the node does not
+        report it.
         """
         compute = self.seen.advice.now.compute if self.seen else None
-        return None if compute is None else compute * max(1, self.host.gpus if self.host else 0)
+        return None if compute is None else compute * self.gpus
 
     @property
     def lent_bytes(self) -> int:
@@ -215,9 +227,10 @@ class Model:
 
     @cached_property
     def working(self) -> float | None:
-        """Sum of the leased guests' duty, in whole GPUs; None without leased guests."""
-        guests = [each for row in self.nodes for each in row.leased_guests]
-        return sum(each.duty * max(1, each.ranks) for each in guests) if guests else None
+        """Sum of the leased guests' duty, in whole GPUs; None without leased guests. Guests of a
+        node that take turns on its GPUs have no more than these together.
+        """
+        return known_sum(row.working_gpus for row in self.nodes)
 
     @cached_property
     def advised(self) -> tuple[NodeRow, ...]:

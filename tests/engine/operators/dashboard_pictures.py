@@ -1,7 +1,8 @@
-"""Pictures of the dashboard for the docs.
+"""Pictures of the dashboard, and of the page of `rose advise`, for the docs.
 
-`python -m tests.engine.operators.dashboard_pictures [FOLDER]`: into docs/_static without a folder;
-with one, all pages in light, dark and on a phone are put there.
+`python -m tests.engine.operators.dashboard_pictures [FOLDER | PAGE]`: into docs/_static without a
+folder; with one, all pages in light, dark and on a phone are put there. With a page of `rose advise
+--out`, that alone goes to docs/_static.
 """
 
 import asyncio
@@ -28,10 +29,20 @@ async def of_the_docs(folder: Path, scratch: Path) -> None:
         await asyncio.sleep(20)  # charts need something to show
         await shown(tab, served.url)
         (folder / "dashboard.png").write_bytes(await tab.picture())
+        await tab.show(width=390, height=844, phone=True)
+        await shown(tab, served.url)
+        (folder / "dashboard-phone.png").write_bytes(await tab.picture())
     async with standin(40) as served, chromium(scratch / "2") as tab:
         await tab.show(width=1_280, height=1_250, dark=True)
         await shown(tab, f"{served.url}/node?name=serving-0004")
         (folder / "dashboard-node.png").write_bytes(await tab.picture())
+
+
+async def of_advice(page: Path, folder: Path, scratch: Path) -> None:
+    async with chromium(scratch) as tab:
+        await tab.show(width=1_000, height=900)
+        await tab.open(page.as_uri())
+        (folder / "advice.png").write_bytes(await tab.picture(whole=True))
 
 
 async def of_everything(folder: Path, scratch: Path) -> None:
@@ -54,12 +65,15 @@ async def of_everything(folder: Path, scratch: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "2").mkdir()
-        if len(sys.argv) > 1:
+        docs = ROOT / "docs" / "_static"
+        if len(sys.argv) > 1 and sys.argv[1].endswith(".html"):
+            asyncio.run(of_advice(Path(sys.argv[1]).resolve(), docs, Path(scratch)))
+        elif len(sys.argv) > 1:
             folder = Path(sys.argv[1])
             folder.mkdir(parents=True, exist_ok=True)
             asyncio.run(of_everything(folder, Path(scratch)))
         else:
-            asyncio.run(of_the_docs(ROOT / "docs" / "_static", Path(scratch)))
+            asyncio.run(of_the_docs(docs, Path(scratch)))
 
 
 if __name__ == "__main__":
