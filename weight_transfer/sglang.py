@@ -67,6 +67,7 @@ class SglangModel(SglangLoader):
     prober: SglangProber
 
     layerwise = False
+    drafts = None
 
     @classmethod
     def of(cls, runner: Any) -> SglangModel:  # noqa: ANN401 -- SGLang's ModelRunner

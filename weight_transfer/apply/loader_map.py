@@ -10,7 +10,8 @@ loose    parameters that differ: their loader transforms weights. They must equa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 FreshLoad = Callable[[], "torch.nn.Module"]
 """Function that returns a second instance of the engine's model, loaded with the base."""
+
+
+DRAFTS = "drafts."
 
 
 class LoaderMap:
@@ -59,17 +63,21 @@ class LoaderMap:
         trace: Trace,
         base: Mapping[str, TensorBits],
         fresh: FreshLoad,
+        own: Collection[str] | None = None,
     ) -> LoaderMap:
         """Return the map of `base`, the checkpoint that `model` was loaded from, after a byte for
         byte check.
 
         `fresh` returns a second load of the base, and is called only when a parameter is loose.
+        `own`: names of tensors that are mapped, all without it.
         Raises LoaderMapError that names the first parameter that is neither what the map says nor
         what a fresh load gives.
         """
         _refuse_casts(model, trace, base)
         packed = _packed(model, trace)
         live = {n: t for n, t in live_tensors(model, trace).items() if _module(n) not in packed}
+        if own is not None:
+            live = {name: live[name] for name in own}
         by_target: dict[str, list[Rectangle]] = defaultdict(list)
         for rectangle in trace.rectangles:
             by_target[rectangle.target].append(rectangle)
@@ -86,6 +94,27 @@ class LoaderMap:
                 transformed.setdefault(rectangle.source, f"{rectangle.target} is processed further")
         kept = [r for r in trace.rectangles if r.target in live and r.target not in loose]
         return cls(live, kept, loose, transformed, packed)
+
+    def lacking(self, model: torch.nn.Module, trace: Trace) -> tuple[str, ...]:
+        """Return the names of another model's tensors whose memory is none of this one's."""
+        mapped = set(map(_memory, self._live.values()))
+        found = live_tensors(model, trace).items()
+        return tuple(name for name, tensor in found if _memory(tensor) not in mapped)
+
+    def with_drafts(self, drafts: LoaderMap) -> LoaderMap:
+        """Return the map with that of a drafting model, whose names begin with `drafts.`."""
+        mapped = [each for rectangles in self._rectangles.values() for each in rectangles]
+        mapped += [
+            replace(each, target=DRAFTS + each.target)
+            for rectangles in drafts._rectangles.values()
+            for each in rectangles
+        ]
+        live = {DRAFTS + name: tensor for name, tensor in drafts._live.items()}
+        loose = [DRAFTS + name for name in drafts.loose]
+        transformed = {**drafts.transformed, **self.transformed}
+        return LoaderMap(
+            {**self._live, **live}, mapped, [*self.loose, *loose], transformed, self.packed
+        )
 
     def rectangles(self, name: str) -> Sequence[Rectangle]:
         """Return the maps of a checkpoint tensor into this rank's parameters, perhaps none."""
@@ -157,11 +186,15 @@ def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     seen: set[tuple[object, ...]] = set()
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        memory = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()))
+        memory = _memory(tensor)
         if tensor.numel() == 0 or memory not in seen:
             kept[name] = tensor
             seen.add(memory)
     return kept
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride())
 
 
 def _refuse_casts(model: torch.nn.Module, trace: Trace, base: Mapping[str, TensorBits]) -> None:

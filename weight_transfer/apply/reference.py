@@ -75,7 +75,16 @@ class ModelLoader(Protocol):
         ...
 
 
-class EngineModel(ModelLoader, Protocol):
+class LiveModel(ModelLoader, Protocol):
+    """A live model, and the loader that makes models like it."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Live model that the engine computes with."""
+        ...
+
+
+class EngineModel(LiveModel, Protocol):
     """A live model whose KV cache exists, and the prober for models like it."""
 
     @property
@@ -87,13 +96,13 @@ class EngineModel(ModelLoader, Protocol):
         ...
 
     @property
-    def model(self) -> torch.nn.Module:
-        """Live model that the engine computes with."""
+    def prober(self) -> Prober:
+        """Prober for models like the live one."""
         ...
 
     @property
-    def prober(self) -> Prober:
-        """Prober for models like the live one."""
+    def drafts(self) -> LiveModel | None:
+        """Model that drafts tokens, None where there is none with weights of the checkpoint."""
         ...
 
 

@@ -30,14 +30,14 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 import torch
 
 from weight_transfer import errors
-from weight_transfer.apply.loader_map import LoaderMap
+from weight_transfer.apply.loader_map import DRAFTS, LoaderMap
 from weight_transfer.apply.node_copy import NodeCopy
 from weight_transfer.apply.probe import (
     Audit,
@@ -51,9 +51,11 @@ from weight_transfer.apply.receiver import Receiver, StagedUpdate
 from weight_transfer.apply.reference import (
     EngineModel,
     LayerPlan,
+    LiveModel,
     Reference,
     finish,
     load_fresh,
+    load_in_pieces,
     overlay,
     reference_in_pieces,
 )
@@ -71,6 +73,7 @@ from weight_transfer.apply.trace_loader import trace_loader
 from weight_transfer.errors import (
     AdapterError,
     ChunkMissingError,
+    LoaderMapError,
     ProbeError,
     StoreError,
     WeightError,
@@ -150,6 +153,9 @@ class ReplicaWeights:
             self._rehearse(base)
         self._receiver = Receiver.over(self._copy)
         self._shared = place is not None
+        self._drafted: tuple[str, ...] = ()
+        if engine.drafts is not None:
+            self.map, self._drafted = map_drafts(self.map, engine.drafts, base)
         self._staging: Staging | None = None
         self._unsettled: StagedUpdate | None = None
         self._settling = threading.Lock()
@@ -316,8 +322,21 @@ class ReplicaWeights:
     def _reference(
         self, tensors: Mapping[str, TensorBits], update: StagedUpdate | None
     ) -> Generator[None, None, Reference]:
-        loose, packed = self.map.loose, self.map.packed
-        return reference_in_pieces(self.engine, tensors, update, loose, self.load_plan, packed)
+        drafted = [name for name in self.map.loose if name.startswith(DRAFTS)]
+        loose = tuple(name for name in self.map.loose if name not in drafted)
+        reference = yield from reference_in_pieces(
+            self.engine, tensors, update, loose, self.load_plan, self.map.packed
+        )
+        if not drafted:
+            return reference
+        assert self.engine.drafts is not None
+        staged = {each.name: each for each in update.tensors} if update else {}
+        drafts = yield from load_in_pieces(
+            self.engine.drafts, self._drafted, overlay(tensors, staged)
+        )
+        known = dict(drafts.named_parameters()) | dict(drafts.named_buffers())
+        fresh = {name: known[name.removeprefix(DRAFTS)].detach() for name in drafted}
+        return replace(reference, loose={**reference.loose, **fresh})
 
     def _activate(self, prepared: Prepared) -> CommitReport:
         started_s = time.perf_counter()
@@ -405,6 +424,32 @@ def map_engine(
     proved = LoaderMap.prove(engine.model, trace, base, fresh)
     whole = not layerwise or proved.packed
     return proved, None if whole else LayerPlan.of(trace, traced, engine.model)
+
+
+def map_drafts(
+    loader_map: LoaderMap, drafts: LiveModel, base: Mapping[str, TensorBits]
+) -> tuple[LoaderMap, tuple[str, ...]]:
+    """Return the map with a drafting model's weights, and the checkpoint tensors that fill them.
+
+    Updates write these weights and audits read them. No probe runs the model: a draft that is
+    wrong costs time alone, since each token is sampled from the policy. Raises LoaderMapError.
+    """
+    traced = drafts.skeleton(torch.device("meta"))
+    drafts.only_copies(traced)
+    trace = trace_loader(traced, base)
+    own = loader_map.lacking(drafts.model, trace)
+    fill = (each.source for each in trace.rectangles if each.target in own)
+    names = tuple(dict.fromkeys((*fill, *trace.transformed)))
+
+    def fresh() -> torch.nn.Module:
+        return load_fresh(drafts, names, overlay(base, {}))
+
+    proved = LoaderMap.prove(drafts.model, trace, base, fresh, own)
+    if proved.packed:
+        raise LoaderMapError(
+            f"drafts keep weights of {proved.packed[0]} elsewhere; leave out --speculative-config"
+        )
+    return loader_map.with_drafts(proved), names
 
 
 class Enclosed:

@@ -72,7 +72,7 @@ class VllmLoader:
         config.compilation_config = copy.copy(self.vllm_config.compilation_config)
         config.compilation_config.static_forward_context = {}
         config.compilation_config.static_all_moe_layers = []
-        model_config = config.model_config
+        model_config = self._served
         with set_default_torch_dtype(model_config.dtype), device:
             model: torch.nn.Module = initialize_model(vllm_config=config, model_config=model_config)
         setattr(model, _CONFIG, config)
@@ -108,6 +108,30 @@ class VllmLoader:
             finalize_layerwise_reload(module, config)
         process_weights_after_loading(module, config, self.device)
 
+    @property
+    def _served(self) -> Any:  # noqa: ANN401 -- vLLM's
+        """Configuration of the model that is made."""
+        return self.vllm_config.model_config
+
+
+@dataclass(frozen=True, slots=True)
+class VllmDrafts(VllmLoader):
+    """A live model of vLLM that predicts more tokens, from layers of the served checkpoint."""
+
+    model: torch.nn.Module
+
+    @classmethod
+    def of(cls, runner: Any) -> VllmDrafts | None:  # noqa: ANN401 -- vLLM's model runner
+        """Return the drafting model of vLLM's model runner, None without one of the checkpoint."""
+        if getattr(runner.vllm_config.speculative_config, "method", None) != "mtp":
+            return None
+        drafter = getattr(runner, "drafter", None) or runner.speculator
+        return cls(runner.vllm_config, runner.device, drafter.model)
+
+    @property
+    def _served(self) -> Any:  # noqa: ANN401 -- vLLM's
+        return self.vllm_config.speculative_config.draft_model_config
+
 
 @dataclass(frozen=True, slots=True)
 class VllmModel(VllmLoader):
@@ -115,6 +139,7 @@ class VllmModel(VllmLoader):
 
     model: torch.nn.Module
     prober: VllmProber
+    drafts: VllmDrafts | None = None
 
     layerwise = True
 
@@ -122,7 +147,7 @@ class VllmModel(VllmLoader):
     def of(cls, runner: Any) -> VllmModel:  # noqa: ANN401 -- vLLM's model runner
         """Return the model of vLLM's model runner. Raises ProbeError while it has no KV cache."""
         config, device = runner.vllm_config, runner.device
-        return cls(config, device, runner.get_model(), VllmProber(runner))
+        return cls(config, device, runner.get_model(), VllmProber(runner), VllmDrafts.of(runner))
 
 
 class VllmProber:
@@ -231,7 +256,8 @@ class VllmProber:
         """
         live: Mapping[str, Any] = self._config.compilation_config.static_forward_context
         bound: Mapping[str, Any] = config.compilation_config.static_forward_context
-        caches = {n: layer.kv_cache for n, layer in live.items() if _cached(layer)}
+        # A skeleton has no layers that draft.
+        caches = {n: layer.kv_cache for n, layer in live.items() if n in bound and _cached(layer)}
         if any(_cached(bound[name]) for name in caches if bound is not live):
             yield
             return

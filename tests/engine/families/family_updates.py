@@ -21,10 +21,14 @@ import numpy as np
 
 from tests.engine.families.tiny_families import make_family
 from tests.engine.policy_versions import PolicyVersions
+from weight_transfer.apply import replica_weights
 from weight_transfer.apply.replica_weights import merged
 from weight_transfer.format.tensors import TensorBits, tensor_of
 
 PROMPTS = [[5 * k % 400 for k in range(40)], [(7 * k + 3) % 400 for k in range(100)]]
+# What a predicting layer has beside those of any other.
+PREDICTOR = ("enorm", "hnorm", "eh_proj", "shared_head")
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -69,6 +73,7 @@ class FamilyReplica:
         family, _, quantization = family.partition("+")
         extension = "weight_transfer.vllm.worker.WeightWorker" if updatable else ""
         self._pooling = family == "reward"
+        self.drafts = family.endswith("-mtp")
         self.engine: Any = LLM(
             model=str(folder),
             skip_tokenizer_init=not self._pooling,
@@ -86,6 +91,7 @@ class FamilyReplica:
             # With AMX vLLM takes a backend for latent attention that packs a weight away.
             attention_backend="CPU_MLA" if "deepseek" in family else None,
             runner="pooling" if self._pooling else "generate",
+            speculative_config=MTP if self.drafts else None,
         )
 
     def call(self, method: str, *args: object) -> list[Any]:
@@ -208,19 +214,35 @@ def audit(replica: FamilyReplica) -> list[str]:
 
 
 def stale(replica: FamilyReplica, versions: PolicyVersions) -> list[str]:
-    """Return the first kind of which an update that wrote nothing was proven."""
-    from weight_transfer.apply import replica_weights
+    """Return the first kind of which an update that wrote nothing was proven.
 
-    parent, active = versions.version, versions.active
-    for number, kind in enumerate(sorted(set(map(kind_of, active))), parent + 1):
-        versions.publisher.publish(number, parent, active, negated(active, kind))
+    No probe sees what drafts alone have, and those kinds of which no audit finds it are returned.
+    """
+    number, parent, active = versions.version, versions.version, versions.active
+    kinds = sorted(set(map(kind_of, active)))
+    drafted = [kind for kind in kinds if replica.drafts and any(key in kind for key in PREDICTOR)]
+
+    def unwritten(new: dict[str, TensorBits]) -> bool:
+        nonlocal number
+        number += 1
+        versions.publisher.publish(number, parent, active, new)
         with (
             patch.object(replica_weights, "write", lambda _: ()),
             patch.object(replica_weights.OpaqueCopy, "write", lambda _: ()),
         ):
-            report = replica.update(versions.paths(number), kind)
-        if report["probe_ok"]:
+            report = replica.update(versions.paths(number), f"stale {number}")
+        return bool(report["probe_ok"])
+
+    for kind in (each for each in kinds if each not in drafted):
+        if unwritten(negated(active, kind)):
             return [kind]
+    if drafted:
+        new = active
+        for kind in drafted:
+            new = negated(new, kind)
+        assert unwritten(new)
+        found = set(map(kind_of, audit(replica)))
+        return [kind for kind in drafted if kind not in found]
     return []
 
 

@@ -70,6 +70,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 8}),
     "olmoe": ("OlmoeConfig", {"head_dim": None, "num_experts": 8, "num_experts_per_tok": 2}),
     "glm4-moe": ("Glm4MoeConfig", {**_EXPERTS, **_DEEPSEEK, "n_group": 1}),
+    "glm4-moe-mtp": (
+        "Glm4MoeConfig",
+        {**_EXPERTS, **_DEEPSEEK, "n_group": 1, "num_nextn_predict_layers": 1},
+    ),
     "llama4": (
         "Llama4TextConfig",
         {
@@ -169,6 +173,8 @@ def make_family(name: str, folder: Path) -> Path:
     words = Tokenizer(WordLevel({f"<{i}>": i for i in range(VOCABULARY)}, unk_token="<0>"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     changes: dict[str, Any] = {"dtype": "bfloat16"}
+    if name.endswith("-mtp"):
+        _add_predictor(folder, config.num_hidden_layers)
     if name == "deepseek-v3":
         changes |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     if name.endswith("-channel"):
@@ -178,6 +184,27 @@ def make_family(name: str, folder: Path) -> Path:
     described = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(json.dumps(described))
     return folder
+
+
+def _add_predictor(folder: Path, layer: int) -> None:
+    """Add a layer that predicts the token after the next one, which transformers leaves out."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    last, own = f"model.layers.{layer - 1}.", f"model.layers.{layer}."
+    block = {key: weight for key, weight in tensors.items() if key.startswith(last)}
+    norm = tensors["model.norm.weight"]
+    block |= {f"{last}{key}": norm for key in ("enorm.weight", "hnorm.weight")}
+    block[f"{last}shared_head.norm.weight"] = norm
+    block[f"{last}eh_proj.weight"] = 0.08 * torch.randn(norm.numel(), 2 * norm.numel())
+    for key, weight in block.items():
+        noise = 0.03 * torch.randn(weight.shape)
+        tensors[key.replace(last, own)] = (weight.float() + noise).to(weight.dtype)
+    save_file(
+        {k: w.to(norm.dtype) if own in k else w for k, w in tensors.items()}, path, {"format": "pt"}
+    )
 
 
 def _quantise(name: str, folder: Path) -> dict[str, Any]:
