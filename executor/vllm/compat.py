@@ -15,8 +15,8 @@ from executor.errors import ExecutorError
 TESTED: Final = ("0.25.0", "0.30.0", "0.31.0", "0.32.0")
 VERSIONS: Final = EngineVersions("vLLM", "vllm", TESTED, ("0.25.0", "0.34.0"))
 check_version: Final = VERSIONS.check
-DRAFTS: Final = ("ngram", "suffix")
-"""Methods of drafts that a replica may have: they have no weights, which an update would miss."""
+DRAFTS: Final = ("ngram", "suffix", "mtp")
+"""Methods of drafts that a replica may have: an update misses no weights of theirs."""
 # cmpl-<X-Request-Id>-<prompt index>, chatcmpl-<X-Request-Id>; some versions add 8 random digits.
 _COMPLETION = re.compile(r"cmpl-(?P<id>.+)-(?P<index>\d{1,4})(?:-[0-9a-f]{8})?")
 _CHAT = re.compile(r"chatcmpl-(?P<id>.+)")
@@ -139,7 +139,7 @@ def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 
 
 def undrafted(method: str) -> str:
     """Return the name of drafts that a replica does not have, for an error."""
-    return f"drafts of method {method or 'none'!r}, but of {' and '.join(DRAFTS)}"
+    return f"drafts of method {method or 'none'!r}, but of {', '.join(DRAFTS)}"
 
 
 def check_features(config: Any, who: str = "a guest") -> None:  # noqa: ANN401 -- VllmConfig

@@ -1,4 +1,4 @@
-"""Drafts of a replica on vLLM: n-gram and suffix drafts, which have no weights.
+"""Drafts of a replica on vLLM: n-gram, suffix, or of layers of the policy's own (MTP).
 
     drafted tokens ──► one forward pass of the policy ──► accepted, or sampled anew from the policy
 

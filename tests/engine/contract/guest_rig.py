@@ -94,8 +94,10 @@ class Rig:
 async def started(
     engine: ContractEngine, folder: Path, role: EngineRole = EngineRole.GUEST, **given: Any
 ) -> AsyncIterator[Rig]:
-    """Start a replica that takes signed versions; it is warm."""
-    save_tiny_model(folder / "model", dtype="float32")
+    """Start a replica that takes signed versions, of the model in `folder` or of a tiny one; it is
+    warm."""
+    if not (folder / "model").exists():
+        save_tiny_model(folder / "model", dtype="float32")
     weights = folder / "weights"
     versions = PolicyVersions(weights, folder / "model")
     page = ControlPage.create(folder / "page")

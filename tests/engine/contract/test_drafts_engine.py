@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from guest_rig import Rig, client_of, started
 from live_replica import PROMPT, Replica, sampled, tokens_of
 
 from rose.engines import EngineRole
+from tests.engine.families.family_updates import MTP
+from tests.engine.families.tiny_families import make_family
 
 pytestmark = [
     pytest.mark.engine,
@@ -119,9 +122,8 @@ async def chance(plain: Replica, tokens: tuple[int, ...]) -> float:
     return likely if token == tokens[-1] else 1 - likely
 
 
-async def test_tokens_come_as_often_as_without_drafts(replica: Replica, plain: Replica) -> None:
+async def as_often(replica: Replica, plain: Replica) -> None:
     """With the bound of Bernstein, which one run of ten million exceeds."""
-    await update(replica, plain, 3)
     how = {"temperature": 1.0, "allowed_token_ids": PAIR}
     counts: Counter[tuple[int, ...]] = Counter()
     for first in range(0, TURNS, 200):
@@ -167,3 +169,25 @@ async def test_what_a_sampler_of_drafts_cannot_is_refused(replica: Replica) -> N
     status, said = await replica.call("generate", body)
     assert status == 400
     assert "min_p" in said["error"]["message"]
+
+
+async def test_tokens_come_as_often_as_without_drafts(replica: Replica, plain: Replica) -> None:
+    await update(replica, plain, 3)
+    await as_often(replica, plain)
+
+
+@pytest.mark.nightly
+async def test_layers_that_predict_are_updated_and_change_no_token(tmp_path: Path) -> None:
+    for name in ("drafting", "plain"):
+        make_family("glm4-moe-mtp", tmp_path / name / "model", "float32")
+    option = f"--speculative-config={json.dumps(MTP)}"
+    async with (
+        started(VLLM, tmp_path / "drafting", extra_args=(option,)) as rig,
+        started(VLLM, tmp_path / "plain", EngineRole.DEDICATED) as plain_rig,
+        client_of(rig) as replica,
+        client_of(plain_rig) as plain,
+    ):
+        for seed in (1, 2):
+            await update(replica, plain, seed)
+            same(await greedy(replica, f"{seed}"), await greedy(plain, f"{seed}"))
+        await as_often(replica, plain)

@@ -151,7 +151,7 @@ MATRIX_EXTENSION = {"fp8-block", *AT_LOAD[1:]}
 """Families whose kernels take a CPU with AMX."""
 
 
-def make_family(name: str, folder: Path) -> Path:
+def make_family(name: str, folder: Path, dtype: str = "bfloat16") -> Path:
     """Write the checkpoint of a family into `folder`, and return `folder`."""
     import torch
     import transformers
@@ -163,7 +163,7 @@ def make_family(name: str, folder: Path) -> Path:
     settings = {key: value for key, value in (_SIZE | more).items() if key != "head_dim" or value}
     config = getattr(transformers, kind)(**settings)
     auto = "AutoModelForSequenceClassification" if name == "reward" else "AutoModelForCausalLM"
-    model = getattr(transformers, auto).from_config(config).to(torch.bfloat16)
+    model = getattr(transformers, auto).from_config(config).to(getattr(torch, dtype))
     with torch.no_grad():
         # Norms of ones and biases of zeros would hide a weight in the place of another.
         for key, weight in [*model.named_parameters(), *model.named_buffers()]:
@@ -172,7 +172,7 @@ def make_family(name: str, folder: Path) -> Path:
     model.save_pretrained(folder)
     words = Tokenizer(WordLevel({f"<{i}>": i for i in range(VOCABULARY)}, unk_token="<0>"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    changes: dict[str, Any] = {"dtype": "bfloat16"}
+    changes: dict[str, Any] = {"dtype": dtype}
     if name.endswith("-mtp"):
         _add_predictor(folder, config.num_hidden_layers)
     if name == "deepseek-v3":
