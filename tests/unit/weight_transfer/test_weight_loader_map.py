@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 from typing import Self
 
@@ -23,6 +24,7 @@ from weight_transfer.apply.loader_map import LoaderMap
 from weight_transfer.apply.probe import Audit, judge
 from weight_transfer.apply.receiver import Receiver, StagedUpdate
 from weight_transfer.apply.reference import Reference, overlay
+from weight_transfer.apply.replica_weights import map_drafts
 from weight_transfer.apply.staging import OpaqueCopy, place, write, write_back
 from weight_transfer.apply.trace_loader import UnmappableError, rectangles, trace_loader
 from weight_transfer.errors import LoaderMapError
@@ -258,3 +260,56 @@ def test_overlapping_views_are_no_map_and_broadcasts_are_several() -> None:
         rectangles(("s", "t"), (0, 0), (3, 3), (1, 1), (3, 1))
     found = rectangles(("s", "t"), (0, 0), (2, 3), (0, 1), (3, 1))
     assert [rect.target_offset for rect in found] == [0, 3]
+
+
+class FakeDrafts:
+    """A drafting model that shares its embedding with the model beside it, and its loader."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, kind: type[FakeEngineModel], beside: FakeEngineModel) -> None:
+        self.kind = kind
+        self.model = kind(beside.rank)
+        self.model.embed, self.model.head = beside.embed, beside.head
+
+    def skeleton(self, device: torch.device) -> FakeEngineModel:
+        with device:
+            return self.kind(self.model.rank)
+
+    def only_copies(self, _: torch.nn.Module) -> None:
+        pass
+
+    process = only_copies
+    loading = contextlib.nullcontext
+
+
+def test_drafts_are_written_with_the_model_and_what_both_have_once(
+    base: dict[str, TensorBits], new: dict[str, TensorBits], staged: StagedUpdate
+) -> None:
+    model = loaded(FakeEngineModel(), base)
+    drafts = FakeDrafts(FakeEngineModel, model)
+    loaded(drafts.model, base)
+    proved, names = map_drafts(prove(model, base), drafts, base)
+    assert names == tuple(name for name in base if name != "embed.weight")
+    assert [each.target for each in proved.rectangles("embed.weight")] == ["embed.weight"]
+    assert write(place(proved, staged)) == ()
+    assert everything(model) == everything(drafts.model) == everything(loaded(model, new))
+    with torch.no_grad():
+        drafts.model.norm["weight"][0] += 1
+    digests = digests_after(base, staged)
+    assert judge(Audit(proved).step(1 << 62), digests, sizes(base)).flipped == ("norm.weight",)
+
+
+def test_what_a_loader_of_drafts_computes_is_copied_from_a_fresh_load_or_refused(
+    base: dict[str, TensorBits],
+) -> None:
+    model = loaded(FakeEngineModel(), base)
+    drafts = FakeDrafts(NormTransforming, model)
+    loaded(drafts.model, base)
+    proved, names = map_drafts(prove(model, base), drafts, base)
+    assert proved.loose == ("drafts.norm.weight",)
+    assert "norm.weight" in names
+    with torch.no_grad():
+        drafts.model.norm["weight"][0] += 1
+    with pytest.raises(LoaderMapError, match="another checkpoint than this base"):
+        map_drafts(prove(model, base), drafts, base)
