@@ -62,6 +62,7 @@ from rose.replica.token_versions import UNNAMED, KvStaleness, Start, split_spans
 from rose.tracing import TraceContext
 from weight_transfer.vllm.adapters import SURFACES as ADAPTER_SURFACES
 from weight_transfer.vllm.adapters import adapter_number
+from weight_transfer.vllm.disable_cpu_packing import SURFACES as SEED_SURFACES
 from weight_transfer.vllm.live_model import SURFACES as WEIGHT_SURFACES
 
 _ENGINE_SAYS: Final = hasattr(RequestState, "track_weight_version")
@@ -81,6 +82,7 @@ _ENDS: "Final[WeakKeyDictionary[Any, tuple[int, ...]]]" = WeakKeyDictionary()
 SURFACES: Final = (
     *WEIGHT_SURFACES,
     *ADAPTER_SURFACES,
+    *SEED_SURFACES,
     "v1.engine.async_llm:AsyncLLM.add_request(request_id, prompt, params, priority, trace_headers)",
     "v1.engine.async_llm:AsyncLLM.abort(request_id, internal)",
     "v1.engine.async_llm:AsyncLLM.collective_rpc(method, args)",

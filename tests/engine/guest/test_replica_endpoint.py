@@ -89,6 +89,18 @@ async def test_logprobs_are_those_of_the_distribution_that_was_sampled(replica: 
     assert all(p < 0 for line in first for p in line.get("logprobs", []))
 
 
+async def test_a_seeds_turn_is_repeated_where_its_prompt_is_computed_in_parts(
+    replica: Replica,
+) -> None:
+    """All at once they are more than a step computes."""
+    await replica.admit()
+    prompts = [[(7 * k + turn) % VOCABULARY for k in range(490)] for turn in range(6)]
+    sampling = {"temperature": 1.0, "seed": 3}
+    alone = [tokens_of(await replica.lines(p, 8, salt="alone", **sampling)) for p in prompts]
+    turns = (replica.lines(prompt, 8, salt="together", **sampling) for prompt in prompts)
+    assert [tokens_of(lines) for lines in await asyncio.gather(*turns)] == alone
+
+
 async def test_a_turn_goes_on_elsewhere_as_if_it_had_never_been_revoked(replica: Replica) -> None:
     epoch = await replica.admit()
     whole = tokens_of(await replica.lines(PROMPT, 64))

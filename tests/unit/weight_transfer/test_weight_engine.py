@@ -33,7 +33,7 @@ from weight_transfer.errors import (
     WrongBaseError,
 )
 from weight_transfer.kernels.simd import compiled
-from weight_transfer.vllm.disable_cpu_packing import plain_linear, register
+from weight_transfer.vllm.disable_cpu_packing import plain_linear, register, unseeded_parts
 
 LIMIT = 64
 PATIENCE_S = 5.0
@@ -163,6 +163,23 @@ def test_plain_linear_computes_with_the_live_weight() -> None:
     with torch.no_grad():
         layer.weight.fill_(2.0)
         assert layer.cpu_linear(torch.ones(1, 4), layer.weight, None).tolist() == [[8.0] * 3]
+
+
+def test_a_part_of_a_prompt_draws_nothing_from_its_requests_seed() -> None:
+    generators = {row: torch.Generator() for row in (0, 2)}
+    batch = SimpleNamespace(num_reqs=3, generators={**generators})
+    mask = SimpleNamespace(np=np.array([True, True, False, True]))
+    runner = SimpleNamespace(input_batch=batch, discard_request_mask=mask)
+    sample = unseeded_parts(lambda runner, more: [*runner.input_batch.generators, more])
+    assert sample(runner, more=7) == [2, 7]
+    assert batch.generators == generators
+
+    def fails(runner: Any) -> None:
+        raise ValueError(runner)
+
+    with pytest.raises(ValueError, match="generators"):
+        unseeded_parts(fails)(runner)
+    assert batch.generators == generators
 
 
 def test_logits_are_compared_by_bits() -> None:
