@@ -213,7 +213,8 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
                 Capability.RANKS: "it does not tell them",
                 Capability.PIECEWISE_PROOF: "its layers hand on more than their output",
                 Capability.SLEEP: "its route frees memory of an idle engine only",
-                Capability.ADAPTERS: "ROSE has no proof of its adapter slots",
+                Capability.ADAPTERS: "with LoRA it does not start on a CPU, where ROSE would prove"
+                " its slots",
                 Capability.COPIES: "ROSE's calls reach the ranks of one copy",
             }
         ),
