@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from engine_starts import EngineStarts
+from test_adapters import greedy, load, slot, stock
 from test_weight_apply import ServedEngine, proofs_hold, served_model, sgd_like
 
+from tests.harness.adapters import adapter_of, moved, settings_of
 from weight_transfer.apply.replica_weights import merged
 
 pytestmark = [
@@ -26,14 +29,16 @@ pytestmark = [
 def served(
     tmp_path_factory: pytest.TempPathFactory, engine_starts: EngineStarts
 ) -> Iterator[ServedEngine]:
-    root = tmp_path_factory.mktemp("ranks")
     engine_starts.note()
-    with served_model(
-        root,
-        str(root / "place" / "engine"),
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-    ) as served:
+    with over_two_ranks(tmp_path_factory.mktemp("ranks")) as served:
+        yield served
+
+
+@contextmanager
+def over_two_ranks(root: Path, **options: Any) -> Iterator[ServedEngine]:
+    place = str(root / "place" / "engine")
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with served_model(root, place, **ranks, **options) as served:
         yield served
 
 
@@ -90,3 +95,23 @@ def test_after_it_all_live_weights_are_the_published_ones(served: ServedEngine) 
     assert segments("rose-update") == [], "what was decoded is gone once it is settled"
     found = judge(parts, known[0]["digests"], known[0]["elements"])
     assert (found.flipped, found.unjudged) == ((), ())
+
+
+def test_each_rank_has_its_part_of_an_adapter(tmp_path: Path, engine_starts: EngineStarts) -> None:
+    engine_starts.note()
+    with over_two_ranks(tmp_path, enable_lora=True, max_loras=3, max_lora_rank=8) as served:
+        served.publisher.adapter = settings_of(served.base)
+        first = adapter_of(served.base, seed=1)
+        second = moved(first, seed=2)
+        served.publisher.publish_base(1, first)
+        served.publisher.publish(2, 1, first, second)
+        answers = []
+        for version, adapter in ((1, first), (2, second)):
+            load(served, version, base=version == 1)
+            report = merged(on_all(served, "rose_weights_commit"))
+            assert proofs_hold(report), report
+            mine = slot(served.attempts)
+            answers.append(greedy(served, mine))
+            served.rpc("rose_adapters_drop", [mine.lora_name])
+            assert stock(served, tmp_path / f"v{version}", 70 + version, adapter) == answers[-1]
+        assert answers[0] != answers[1] != greedy(served)
