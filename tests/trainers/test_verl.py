@@ -105,6 +105,25 @@ def test_sync_and_async_training_sample_from_the_weights_that_they_train(
 
 
 @pytest.mark.nightly
+def test_with_lora_the_adapter_alone_is_published(python: Path, tmp_path: Path) -> None:
+    model = save_policy(tmp_path / "model")
+    lora = ("lora_rank=8", "lora_alpha=16", "target_modules=all-linear")
+    more = [f"actor_rollout_ref.model.{each}" for each in lora]
+    with TrainerStack(tmp_path / "stack", model, replica={"lora": {"max_rank": 8}}) as stack:
+        stack.wait_ready()
+        with VerlRun(stack, python, tmp_path, *more, STEPS="3") as run:
+            steps = run.finished(RUN_S)
+        assert [*steps] == [1, 2, 3]
+        for figures in steps.values():
+            assert figures["training/rollout_probs_diff_mean"] <= MOST_MEAN
+        assert versions(stack) == (2, 3, 4)
+        store = ChunkStore(stack.settings().root)
+        manifests = [store.get_manifest(version) for version in (2, 3, 4)]
+        assert all(each.adapter is not None and each.adapter.r == 8 for each in manifests)
+        assert all(each.changed for each in manifests)
+
+
+@pytest.mark.nightly
 def test_of_two_ranks_the_first_publishes_what_both_gather(
     python: Path, tmp_path: Path, gateway: StandInGateway
 ) -> None:

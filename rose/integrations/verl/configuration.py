@@ -70,18 +70,21 @@ def lengths_of(rollout: "RolloutConfig") -> Lengths:
 
 def refuse_unfit(rollout: "RolloutConfig", model: "HFModelConfig") -> None:
     """Raise RefusedError for a field of verl's configuration that ROSE's replicas cannot honour,
-    such as LoRA adapters or quantization.
+    such as quantization.
     """
     lora = getattr(model, "lora", None) or {}
-    rank = getattr(model, "lora_rank", 0) or lora.get("rank", 0)
-    merges = lora.get("merge", False)
-    if rank and not merges:
+    adapted = (
+        getattr(model, "lora_rank", 0)
+        or lora.get("rank", 0)
+        or getattr(model, "lora_adapter_path", None)
+    )
+    sync = getattr(rollout, "checkpoint_engine", None)
+    backend = getattr(sync, "backend", None) or "naive"
+    if adapted and not lora.get("merge", False) and backend != "naive":
         raise RefusedError(
-            f"actor_rollout_ref.model.lora_rank={rank}: adapters are not published; train all"
-            " weights (lora_rank=0), or merge before the sync (model.lora.merge=True)"
+            f"rollout.checkpoint_engine.backend={backend} with LoRA: verl sends the base through"
+            " it, and no adapter; train in sync mode, or merge first (model.lora.merge=True)"
         )
-    if getattr(model, "lora_adapter_path", None) and not merges:
-        raise RefusedError("actor_rollout_ref.model.lora_adapter_path: adapters are not published")
     for name, why in _UNFIT.items():
         if value := getattr(rollout, name, None):
             raise RefusedError(f"actor_rollout_ref.rollout.{name}={value}: {why}")

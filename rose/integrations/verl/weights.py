@@ -17,6 +17,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout
 
 from rose.errors import RefusedError
+from rose.integrations.lora import LoraSettings
 from rose.integrations.policy_publisher import PolicyPublisher
 from rose.integrations.ranks import rank
 from rose.integrations.settings import TrainerSettings
@@ -35,19 +36,25 @@ _publishers: dict[str, PolicyPublisher] = {}
 
 
 async def publish(
-    settings: TrainerSettings, weights: Weights, step: int | None, *, wait: bool
+    settings: TrainerSettings,
+    weights: Weights,
+    step: int | None,
+    *,
+    wait: bool,
+    lora: LoraSettings | None = None,
 ) -> dict[str, float]:
     """Publish the weights as the job's next version, together with all other ranks, and tell every
     RoseServer; return figures of the publication on rank 0, an empty dict on others.
 
-    wait: return only once the version is served. It runs in the caller's thread: gathering uses the
-    device that this thread has chosen.
+    lora: they are those of a LoRA adapter, with these settings. wait: return only once the version
+    is served. It runs in the caller's thread: gathering uses the device that this thread has
+    chosen.
     """
     if settings.job not in _publishers:
         _publishers[settings.job] = PolicyPublisher(settings)
     publisher = _publishers[settings.job]
     named = [pair async for pair in weights] if isinstance(weights, AsyncIterator) else weights
-    version = publisher.publish(named, wait=wait)
+    version = publisher.publish(named, wait=wait, lora=lora)
     if rank() != 0:
         return {}
     names = [name for name in ray.util.list_named_actors() if name.startswith(f"{SERVER}_")]
@@ -92,14 +99,22 @@ class ServerAdapter(BaseRollout):  # type: ignore[misc]  # verl's types are not 
         weights: Weights,
         global_steps: int | None = None,
         wire_format: str = "named_tensors",
-        peft_config: object = None,
+        peft_config: Mapping[str, object] | None = None,
+        base_sync_done: bool = True,
         **_: object,
     ) -> None:
-        """Publish the weights as a new version, and return once it is served. Raises RoseError."""
-        if wire_format != "named_tensors" or peft_config is not None:
-            what = f"wire format {wire_format}" if peft_config is None else "LoRA adapters"
-            raise RefusedError(f"{what} cannot be published; send whole tensors")
-        await publish(self._settings, weights, global_steps, wait=True)
+        """Publish the weights, or with a `peft_config` the adapter alone, as a new version, and
+        return once it is served. Do nothing with an adapter's base, which replicas have.
+
+        Raises RoseError.
+        """
+        if wire_format != "named_tensors":
+            raise RefusedError(f"wire format {wire_format} cannot be published; send whole tensors")
+        if peft_config is None:
+            await publish(self._settings, weights, global_steps, wait=True)
+        elif base_sync_done:
+            lora = LoraSettings.of(peft_config)
+            await publish(self._settings, weights, global_steps, wait=True, lora=lora)
 
 
 class RoseCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl's types are not read

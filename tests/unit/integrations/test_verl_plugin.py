@@ -12,6 +12,7 @@ import pytest
 
 from rose.errors import ConfigError, RefusedError
 from rose.integrations import PolicyReceipt, TrainerSettings
+from rose.integrations.lora import LoraSettings
 from tests.fakes import verl_package
 from tests.fakes.verl_package import StandInRay
 from tests.harness.policies import trainer_environment
@@ -29,11 +30,13 @@ class StandInPolicyPublisher:
     def __init__(self, settings: TrainerSettings) -> None:
         self.settings = settings
         self.published: list[tuple[list[str], bool]] = []
+        self.adapters: list[LoraSettings | None] = []
         self.receipts = [RECEIPT]
         self.made.append(self)
 
-    def publish(self, named: Any, *, wait: bool) -> int:
+    def publish(self, named: Any, *, wait: bool, lora: LoraSettings | None = None) -> int:
         self.published.append(([name for name, _ in named], wait))
+        self.adapters.append(lora)
         return RECEIPT.version
 
 
@@ -111,14 +114,15 @@ async def test_a_replica_is_an_actor_without_resources(
     await mine.servers[0].clear_kv_cache.remote()
 
 
-async def test_adapters_and_reward_models_are_refused_before_an_actor_starts(
+async def test_what_is_not_carried_is_refused_before_an_actor_starts(
     verl: Any, given: dict[str, Any]
 ) -> None:
     ray, _ = verl
     replica = importlib.import_module("rose.integrations.verl.replica")
-    mine = replica.RoseReplica(0, rollout(given), SimpleNamespace(lora_rank=8, lora={}))
-    with pytest.raises(RefusedError, match="lora_rank=8"):
-        await mine.launch_servers()
+    asked = rollout(given)
+    asked.quantization = "fp8"
+    with pytest.raises(RefusedError, match="quantization"):
+        await replica.RoseReplica(0, asked, WHOLE).launch_servers()
     mine = replica.RoseReplica(0, rollout(given), WHOLE)
     mine.is_reward_model = True
     with pytest.raises(RefusedError, match="reward model"):
@@ -141,8 +145,27 @@ async def test_a_sync_update_is_served_before_it_returns_and_every_server_knows_
     assert publisher.published == [(["a", "b"], True)]
     for handle in ray.named.values():
         assert handle.actor._turns._steps.step_of(RECEIPT.version) == 4
-    with pytest.raises(RefusedError, match="LoRA"):
-        await adapter.update_weights(iter([]), peft_config={"r": 8})
+    with pytest.raises(RefusedError, match="wire format"):
+        await adapter.update_weights(iter([]), wire_format="bytes")
+
+
+async def test_of_an_unmerged_adapter_the_adapter_alone_is_published(
+    verl: Any, given: dict[str, Any], publishers: list[StandInPolicyPublisher]
+) -> None:
+    """verl sends the base once, in the first step, and the adapter in each."""
+    del verl
+    weights = importlib.import_module("rose.integrations.verl.weights")
+    model = SimpleNamespace(lora_rank=8, lora={"merge": False})
+    mine = weights.ServerAdapter(rollout(given), model, None)
+    peft = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none"}
+    for done in (False, True):
+        named = iter([("lora_A" if done else "base_layer", 1)])
+        await mine.update_weights(named, peft_config=peft, base_sync_done=done)
+    [publisher] = publishers
+    assert publisher.published == [(["lora_A"], True)]
+    assert publisher.adapters == [LoraSettings(8, 16.0)]
+    with pytest.raises(RefusedError, match="use_dora"):
+        await mine.update_weights(iter([]), peft_config=peft | {"use_dora": True})
 
 
 async def test_an_async_update_does_not_wait_and_says_what_it_cost(

@@ -180,17 +180,22 @@ async def test_images_are_refused_by_name(turns: Made) -> None:
     assert (await turns().generate([3], {}, "b", image_data=None))["token_ids"]
 
 
-def test_adapters_are_refused_by_name_before_anything_starts() -> None:
-    def asked(quantization: str | None = None, **model: object) -> None:
+def test_what_verl_cannot_have_here_is_refused_by_name_before_anything_starts() -> None:
+    def asked(backend: str = "naive", quantization: str | None = None, **model: object) -> None:
         whole = {"lora_rank": 0, "lora": {}, "lora_adapter_path": None}
-        refuse_unfit(SimpleNamespace(quantization=quantization), SimpleNamespace(**whole | model))
+        sync = SimpleNamespace(backend=backend)
+        rollout = SimpleNamespace(quantization=quantization, checkpoint_engine=sync)
+        refuse_unfit(rollout, SimpleNamespace(**whole | model))
 
     asked()
-    asked(lora_rank=32, lora={"merge": True})
-    with pytest.raises(RefusedError, match="lora_rank=32"):
-        asked(lora_rank=32)
+    asked("rose")
+    asked("rose", lora_rank=32, lora={"merge": True})
+    for adapter in ({"lora_rank": 32}, {"lora": {"rank": 32}}, {"lora_adapter_path": "saved"}):
+        asked(**adapter)
+        with pytest.raises(RefusedError, match="backend=rose with LoRA"):
+            asked("rose", **adapter)
     with pytest.raises(RefusedError, match="quantization"):
-        asked("fp8")
+        asked(quantization="fp8")
 
 
 def test_verls_configuration_goes_before_the_environment(
