@@ -234,10 +234,8 @@ class WeightUpdater:
         """
         if on_update is OnUpdate.KEEP:
             raise AdapterError("on_update is keep: KV belongs to its adapter; publish it otherwise")
-        name = await self._decode(manifests, chunks)
+        name, _ = await asyncio.gather(self._decode(manifests, chunks), self._drop_unused())
         try:
-            # Raises what decoding raised, before anybody gives way.
-            await self._call("rose_weights_load", 0)
             await self._make_room()
             loaded = await self._load()
             await self._control.wait_host_idle(SWITCH_PATIENCE_S)
@@ -262,23 +260,30 @@ class WeightUpdater:
             "finished_old": on_update is OnUpdate.FINISH_OLD,
         }
 
-    async def _make_room(self) -> None:
-        """Give back the slots of adapters that no turn uses, and one more if none is free: turns
-        that use the oldest are revoked, those of the lease's job last.
-        """
-        newest = self._turns.adapters
+    async def _drop_unused(self) -> None:
+        """Give back the slots of old adapters that no turn uses."""
+        newest, turns = self._turns.adapters, self._turns
         old = [each for each in self._held if newest.get(each.job) != each]
-        gone = [each for each in old if not self._turns.with_adapter(each)]
-        if len(self._held) - len(gone) >= self._engine.adapts:
-            rest = [each for each in self._held if each not in gone]
-            gone.append(
-                min(rest, key=lambda e: (newest.get(e.job) == e, e.job == self._admission.job))
-            )
-        for each in gone:
-            if newest.get(each.job) == each:
-                del newest[each.job]
-            await self._turns.revoke_of(each)
-        await self._call("rose_adapters_drop", [each.name for each in gone])
+        await self._drop([each for each in old if not turns.with_adapter(each)])
+
+    async def _make_room(self) -> None:
+        """Give back a slot if none is free: turns that use the oldest adapter are revoked, those of
+        the lease's job last.
+        """
+        if len(self._held) < self._engine.adapts:
+            return
+        # Raises what decoding raised, before anybody gives way.
+        await self._call("rose_weights_load", 0)
+        newest, leased = self._turns.adapters, self._admission.job
+        gone = min(self._held, key=lambda e: (newest.get(e.job) == e, e.job == leased))
+        if newest.get(gone.job) == gone:
+            del newest[gone.job]
+        await self._turns.revoke_of(gone)
+        await self._drop([gone])
+
+    async def _drop(self, gone: list[HeldAdapter]) -> None:
+        if gone:
+            await self._call("rose_adapters_drop", [each.name for each in gone])
         self._held = [each for each in self._held if each not in gone]
 
     async def audit(self) -> dict[str, Any]:
@@ -321,12 +326,11 @@ class WeightUpdater:
             began_s = clock_s()
             await self._control.wait_host_idle(patience_s)
             patience_s = max(0.0, patience_s - (clock_s() - began_s))
-            began_s = clock_s()
             loaded = await self._call("rose_weights_load", 1)
             if loaded["done"]:
                 return loaded
             # A piece delays the engine's steps: they get as much time as it took.
-            await asyncio.sleep(clock_s() - began_s)
+            await asyncio.sleep(loaded["piece_s"])
 
     @contextmanager
     def _coming_of(self, job: str) -> Iterator[str]:

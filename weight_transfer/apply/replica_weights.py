@@ -619,12 +619,13 @@ class WeightMethods(ABC):
     def rose_weights_load(self, pieces: int | None = None) -> dict[str, Any]:
         """Load `pieces` pieces of a decoded update, or all if None; it waits for the decoding.
 
-        Return {done: False}, or {done: True} with the update's version, job and sizes once it may
-        be committed.
+        Return {done: False, piece_s}, the seconds that this took, or {done: True} with the update's
+        version, job and sizes once it may be committed.
         """
+        began_s = time.perf_counter()
         staging = self._rose().staging
         if not staging.step(pieces):
-            return {"done": False}
+            return {"done": False, "piece_s": time.perf_counter() - began_s}
         assert staging.prepared is not None
         return {"done": True, **_loaded(staging.prepared, self._rose_decode_began_s)}
 

@@ -255,6 +255,8 @@ class Download:
         self._scores = scores
         self._on_reject = on_reject
         self._hash = blake3.blake3()
+        # None until all bytes are there.
+        self._sound: bool | None = None
         self._file: BinaryIO | None = None
         self._moved = asyncio.Event()
         self._source = ""
@@ -291,14 +293,15 @@ class Download:
         return os.dup(self._file.fileno())
 
     async def run(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
-        """Download the chunk into the store; return once it is there and verified.
+        """Download the chunk into the store; return once it is there and verified, at once if it is
+        there already.
 
         `gate_of(source)` is a context that is held while the source sends. Raises FetchError when
         no source gave it, StorageError when the disk refuses.
         """
         try:
-            await self._receiving.work(self._open)
-            await self._bring(session, route, gate_of)
+            if not await self._receiving.work(self._open):
+                await self._bring(session, route, gate_of)
         finally:
             if self._file:
                 self._file.close()
@@ -323,7 +326,9 @@ class Download:
                     self._scores.failed(source, time.monotonic())
                     failure = error
                     continue
-                if await self._receiving.work(self._finish):
+                if self._sound is None:
+                    await self._receiving.work(self._finish)
+                if self._sound:
                     return
                 self._receiving.traffic.rejected_chunks += 1
                 self._on_reject(self.ref.id)
@@ -427,8 +432,12 @@ class Download:
         moved, self._moved = self._moved, asyncio.Event()
         moved.set()
 
-    def _open(self) -> None:
-        """Open the part file, and hash the bytes that an earlier download left in it."""
+    def _open(self) -> bool:
+        """Open the part file, and hash the bytes that an earlier download left in it; return True,
+        and open nothing, if the store has the chunk.
+        """
+        if self._receiving.store.has(self.ref.id):
+            return True
         self._file = self._receiving.store.open_part(self.ref.id)
         self._file.seek(0)
         while block := self._file.read(1 << 20):
@@ -436,23 +445,27 @@ class Download:
             self.here += len(block)
         if self.here > self.ref.encoded_bytes:
             self._restart()
+        return False
 
     def _write(self, block: bytes) -> None:
         assert self._file
         self._file.write(block)
         self._file.flush()
         self._hash.update(block)
+        # In the same thread's turn: an adapter has hundreds of chunks of a few KB.
+        if self.here + len(block) == self.ref.encoded_bytes:
+            self._finish()
 
     def _restart(self) -> None:
         assert self._file
         self._file.truncate(0)
         self._hash = blake3.blake3()
+        self._sound = None
         self.here = 0
         self.restarts += 1
 
-    def _finish(self) -> bool:
-        if self._hash.hexdigest() != self.ref.id:
-            return False
-        assert self._file
-        self._receiving.store.adopt(self.ref.id, self._file)
-        return True
+    def _finish(self) -> None:
+        self._sound = self._hash.hexdigest() == self.ref.id
+        if self._sound:
+            assert self._file
+            self._receiving.store.adopt(self.ref.id, self._file)

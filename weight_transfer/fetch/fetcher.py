@@ -282,9 +282,6 @@ class ChunkFetcher:
     async def _fetch(
         self, ref: ChunkRef, origin: str, path: str, job: str, on_reject: Callable[[str], None]
     ) -> int:
-        store = self._receiving.store
-        if await self._receiving.work(partial(store.has, ref.id)):
-            return 0
         download = Download(ref, self._receiving, self._scores, on_reject, path, job)
         self._downloads[ref.id] = download
         try:

@@ -316,9 +316,7 @@ class AdapterWeights(ReplicaWeights):
                     self._slots.take_files(Path(at), coming.adapter, coming.tensors)
                 yield
                 reference = Reference(self._prober.adapted(REFERENCE), {})
-                yield
                 self._slots.take(coming.made)
-                yield
         except BaseException:
             # Another attempt may have begun.
             self._forget(coming)

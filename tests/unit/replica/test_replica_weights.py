@@ -175,7 +175,7 @@ async def test_patience_with_a_busy_host_is_spent_over_all_pieces_of_a_version(
 
     monkeypatch.setattr("rose.replica.engine_update.STAGE_PATIENCE_S", 60.0)
     engine = FakeWeightEngine()
-    engine.answers["load"] = [{"done": False}, {"done": False}]
+    engine.answers["load"] = [{"done": False, "piece_s": 0.0}] * 2
     weights = made(engine)
     monkeypatch.setattr(weights._control, "wait_host_idle", wait_host_idle)
     await weights.apply(["m"], "c")
@@ -197,7 +197,7 @@ async def test_every_decode_is_an_attempt_of_its_own_and_is_asked_for_by_its_nam
 async def test_decoding_and_loading_go_on_until_all_of_it_is_done() -> None:
     engine = FakeWeightEngine()
     engine.answers["decode"] = [{"done": False}, {"done": True}]
-    engine.answers["load"] = [{"done": False}, {"done": False}]
+    engine.answers["load"] = [{"done": False, "piece_s": 0.0}] * 2
     await made(engine).apply(["m"], "c")
     assert engine.calls[1:7] == [*["decode"] * 2, *["load"] * 3, "pause"]
 
