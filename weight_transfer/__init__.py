@@ -47,7 +47,7 @@ from weight_transfer.format.manifest import (
     TensorUpdate,
     VerifiedManifest,
 )
-from weight_transfer.format.signing import SigningKey, VerifyKey
+from weight_transfer.format.signing import JobKeys, SigningKey, VerifyKey, key_of
 from weight_transfer.format.tensors import TensorBits, bits_of, tensor_bits, tensor_of
 from weight_transfer.kernels.processor import Change
 from weight_transfer.publish.restore import newest_version, restore
@@ -90,6 +90,7 @@ __all__ = [
     "DigestMismatchError",
     "Encoding",
     "Heads",
+    "JobKeys",
     "LoaderMapError",
     "LocalBits",
     "LocalTensor",
@@ -129,6 +130,7 @@ __all__ = [
     "encode_chunk",
     "gate_up",
     "grouped_qkv",
+    "key_of",
     "newest_version",
     "piece",
     "read_chunk",

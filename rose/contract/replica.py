@@ -41,6 +41,7 @@ LEAVE_BATCH: Final = f"{GENERATE_BATCH}/leave"
 # All routes of turns.
 TURNS: Final = (GENERATE, GENERATE_BATCH, LEAVE_BATCH)
 MAX_BATCH_TURNS: Final = 256
+MOST_OFFERS: Final = 64
 # vLLM's own routes for models that are not generative, for the callers of turns.
 POOLING: Final = ("/pooling", "/score", "/classify")
 JOB_QUERY: Final = "rose_job"
@@ -268,12 +269,16 @@ class Refusal(Struct, frozen=True):
 class EpochBody(Struct, frozen=True, omit_defaults=True):
     """Request body of `drain` and `admit`, which close and open a replica for turns of a lease.
 
-    epoch: of the lease. job: that holds it.
+    epoch: of the lease. job: that holds it. latest: newest version of the job, None if unknown; at
+    0 turns may begin with the base beside adapters of other jobs. offer: number of the lease among
+    those that a replica for several jobs has at a time.
     """
 
     epoch: Epoch
     reason: Name = ""
     job: Name = ""
+    latest: PolicyVersion | None = None
+    offer: Annotated[int, Meta(ge=0, lt=MOST_OFFERS)] = 0
 
 
 class Drained(Struct, frozen=True):
@@ -300,7 +305,8 @@ class ReplicaState(Struct, frozen=True, gc=False, kw_only=True):
 
     `proven`: the weights were checked against the version's digest. `job`: whose `policy_version`
     it is, "" for the model as started. `tokens_total`: output tokens so far. `kv_tokens`: tokens
-    that the KV cache holds.
+    that the KV cache holds. `adapters`: newest LoRA adapter in a slot, by job. `epoch` and
+    `admitting` are of the first offer.
     """
 
     replica_id: str = ""
@@ -316,3 +322,4 @@ class ReplicaState(Struct, frozen=True, gc=False, kw_only=True):
     warm: bool = False
     warm_up: WarmUpState = WarmUpState()
     job: str = ""
+    adapters: dict[str, int] = {}

@@ -66,7 +66,7 @@ class PoolNode:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             raise ConfigError(f"the pool's node: {where}: {first['msg']}") from error
-        if config.verify_key is None and not config.unsigned:
+        if config.keys is None and not config.unsigned:
             raise ConfigError(
                 "the pool's node: verify_key is missing: give the job's key, or say unsigned=True"
             )

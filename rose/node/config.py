@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, Self
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from executor import PressureLimits, PressurePolicy
 from rose.addresses import checked_url, host_port, is_loopback
@@ -19,11 +18,18 @@ from rose.engines.launch import check_replica_args
 from rose.engines.spec import Capability, LoraSlots, lacking
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LEAST_FILE_BYTES, LogLimits
-from rose.security.certificates import CertificateFiles, files_of
+from rose.node.transport_config import (
+    CertificateConfig,
+    FanoutConfig,
+    Frozen,
+    ProxyConfig,
+    ReceiverConfig,
+    RelayConfig,
+    TransportConfig,
+)
 from rose.security.keys import public_key
 from rose.security.roles import Role
-from rose.weight_distribution import Credentials
-from weight_transfer.fetch import Caps
+from weight_transfer import JobKeys, VerifyKey
 
 # Variables that name an engine's weights, orders and role: no file's `extra_env` may set them.
 OF_THE_NODE = frozenset(
@@ -46,12 +52,6 @@ OF_THE_NODE = frozenset(
 
 
 DETERMINISTIC = "--enable-deterministic-inference"
-
-
-class Frozen(BaseModel):
-    """Base of configuration models: unknown fields are refused, and objects cannot be changed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 # GPU by its index in the driver's order, or by its UUID or the beginning of one.
@@ -145,11 +145,21 @@ class LoraConfig(Frozen):
     """Places for LoRA adapters in a replica, whose versions are adapters then; its base stays.
 
     max_rank: largest rank; all places have its size. max_adapters: adapters at a time, the versions
-    that turns end under included.
+    that turns end under included. jobs: jobs at a time; the replica is offered once for each.
     """
 
     max_rank: Literal[8, 16, 32, 64, 128, 256] = 16
     max_adapters: int = Field(default=2, ge=2, le=64)
+    jobs: int = Field(default=1, ge=1, lt=64)
+
+    @model_validator(mode="after")
+    def _a_place_that_no_newest_needs(self) -> Self:
+        if self.jobs > 1 and self.max_adapters <= self.jobs:
+            raise ValueError(
+                f"max_adapters {self.max_adapters}: the newest adapters of {self.jobs} jobs stay,"
+                " and a version that comes needs one place more"
+            )
+        return self
 
 
 class ReplicaConfig(OnGpus):
@@ -197,7 +207,7 @@ class ReplicaConfig(OnGpus):
     engine: EngineKind = EngineKind.VLLM
     model_dir: Path
     model: str = Field(default="", max_length=253)
-    models: dict[str, Path] = {}
+    models: dict[str, Path] = Field(default_factory=dict)
     port: int = Field(gt=0, lt=65_536)
     core: Core | None = None
     cores: tuple[Core, ...] = ()
@@ -236,7 +246,7 @@ class ReplicaConfig(OnGpus):
     runner: Literal["generate", "pooling"] = "generate"
     orphan_s: float = Field(default=1.5, ge=0.5, le=600.0)
     step_profile: Path | None = None
-    extra_env: dict[str, str] = {}
+    extra_env: dict[str, str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _watermarks_in_order(self) -> Self:
@@ -258,6 +268,21 @@ class ReplicaConfig(OnGpus):
             check_replica_args(self.engine, self.engine_args)
         except ConfigError as error:
             raise ValueError(f"engine_args: {error}") from error
+        return self
+
+    @property
+    def offers(self) -> int:
+        """Number of times that the replica is offered, each for another job."""
+        return self.lora.jobs if self.lora else 1
+
+    @model_validator(mode="after")
+    def _one_model_for_all_jobs(self) -> Self:
+        if self.offers == 1:
+            return self
+        if self.kind != "dedicated" or self.models:
+            raise ValueError("lora.jobs: several jobs share a dedicated replica without `models`")
+        if self.max_sequences < self.offers:
+            raise ValueError("lora.jobs: max_sequences has none for each job; raise it")
         return self
 
     @model_validator(mode="after")
@@ -383,7 +408,7 @@ class ReplicaConfig(OnGpus):
         gpu_env: variables that name its GPU to it; `extra_env` overrides them.
         """
         host = node.host if self.kind == "guest" else None
-        on_gpu = bool(self.gpus)
+        on_gpu, lora = bool(self.gpus), self.lora
         return EngineSpec(
             name=self.id,
             role=EngineRole(self.kind),
@@ -404,7 +429,7 @@ class ReplicaConfig(OnGpus):
             orphan_s=self.orphan_s,
             headroom_bytes=host.headroom_bytes if host else 0,
             cgroup=cgroup,
-            verify_key=node.verify_key,
+            verify_key=None if node.keys is None else node.keys.text,
             unsigned=node.unsigned,
             weights_dir=node.weights,
             # A pooling engine takes no turns, so it has no steps to warm up.
@@ -418,7 +443,7 @@ class ReplicaConfig(OnGpus):
             tensor_parallel=self.tensor_parallel,
             data_parallel=self.data_parallel,
             expert_parallel=self.expert_parallel,
-            lora=None if self.lora is None else LoraSlots(**self.lora.model_dump()),
+            lora=None if lora is None else LoraSlots(lora.max_rank, lora.max_adapters),
             trust_remote_code=self.trust_remote_code,
             tokenizer=self.tokenizer,
             enforce_eager=not (on_gpu and self.cuda_graphs),
@@ -441,100 +466,6 @@ class ReplicaConfig(OnGpus):
         sleep = {"VLLM_SERVER_DEV_MODE": "1"} if self.sleep_mode else {}
         gated = self.kind == "guest" and self.gpus
         return sleep | ({"ROSE_GATED_START": "1"} if gated else {})
-
-
-class ReceiverConfig(Frozen):
-    """Limits on the cost of fetching weights; None sets no limit.
-
-    bytes_per_s: average rate on the link. disk_bytes: size of the chunks and manifests kept; the
-    oldest that no update needs are deleted first. threads, nice: number and niceness of the threads
-    that hash and write received chunks.
-    """
-
-    bytes_per_s: int | None = Field(default=None, gt=0)
-    disk_bytes: int | None = Field(default=None, gt=0)
-    threads: int = Field(default=2, gt=0, le=64)
-    nice: int = Field(default=10, ge=0, le=19)
-
-    @property
-    def caps(self) -> Caps:
-        return Caps(self.bytes_per_s, self.disk_bytes, self.threads, self.nice)
-
-
-class CertificateConfig(Frozen):
-    """PEM files of the node's certificate: all three, or none on loopback.
-
-    The files are read again when they change. The certificate's role is node, and its name the
-    node's.
-    """
-
-    ca: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
-
-    @cached_property
-    def files(self) -> CertificateFiles | None:
-        """Certificate files, read on first use and cached; None if none are named. Raises
-        ConfigError for a file that cannot be used.
-        """
-        return files_of(self.ca, self.certificate, self.key)
-
-
-class TransportConfig(CertificateConfig):
-    """Credentials with which this node fetches and serves weights, and the origins that it trusts.
-
-    token_file: file of the token that every caller of a cluster bears. ca, certificate, key: PEM
-    files of another certificate than the node's own, which otherwise serves for weights too. Give
-    all three or none. origins: scheme, host and port of the publisher and the relays that get the
-    token where there are no certificates.
-    """
-
-    token_file: Path | None = None
-    origins: tuple[str, ...] = ()
-
-    def credentials(self, own: CertificateConfig) -> Credentials:
-        """Return the credentials read from these files; `own` gives the certificate if this object
-        names none. Raises ConfigError for a file that cannot be used.
-        """
-        named = (self.ca, self.certificate, self.key) != (None, None, None)
-        given = self if named else own
-        files = self.token_file, given.ca, given.certificate, given.key
-        return Credentials.read(*files, origins=self.origins)
-
-
-class RelayConfig(Frozen):
-    """Relay by which this node passes weights on to its neighbours. `host`: an address that they
-    reach.
-
-    insecure: allow other machines to reach it though `transport` names no certificates.
-    """
-
-    host: str
-    port: int = Field(gt=0, lt=65_536)
-    insecure: bool = False
-
-
-class ProxyConfig(RelayConfig):
-    """Proxy through which turns of other machines reach the engines, which listen on loopback
-    alone.
-
-    host: an address that gateways reach. insecure: without certificates, allow anybody who reaches
-    it to send turns.
-    """
-
-
-class FanoutConfig(Frozen):
-    """Fixed group of GPUs that pass weight chunks on over NCCL, in which this node takes part; CuPy
-    must be installed.
-
-    rank, size: of the group; rank 0 leads and needs a `relay`. leader: URL of rank 0's relay.
-    device: the CUDA ordinal.
-    """
-
-    rank: int = Field(ge=0)
-    size: int = Field(ge=2, le=4_096)
-    leader: str = ""
-    device: int = Field(default=0, ge=0)
 
 
 class LogConfig(Frozen):
@@ -569,8 +500,9 @@ class NodeConfig(Frozen):
     metrics_port: port of `/metrics`, None serves none. metrics_host: its address; beyond loopback
     it speaks TLS with the node's certificate. metrics_insecure: allow plain HTTP there, on a fenced
     network.
-    verify_key: hex of the key that signs this cluster's weights. unsigned: take weights of anybody
-    who announces them; without a key a node starts only if this is set.
+    verify_key: hex of the key that signs this cluster's weights. job_keys: keys of single jobs,
+    whose weights no other key signs. unsigned: take weights of anybody who announces them; without
+    a key a node starts only if this is set.
     """
 
     node: str = Field(min_length=1, max_length=253)
@@ -582,6 +514,7 @@ class NodeConfig(Frozen):
     discover: DiscoverConfig | None = None
     replicas: tuple[ReplicaConfig, ...]
     verify_key: PublicKey | None = None
+    job_keys: dict[str, PublicKey] = Field(default_factory=dict)
     unsigned: bool = False
     cgroup: Path | None = None
     receiver: ReceiverConfig = ReceiverConfig()
@@ -604,6 +537,20 @@ class NodeConfig(Frozen):
             return None if given is None else public_key(given)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+
+    @field_validator("job_keys")
+    @classmethod
+    def _public_keys(cls, given: dict[str, str]) -> dict[str, str]:
+        if "" in given:
+            raise ValueError("a key without a job; name its job, or give it as verify_key")
+        return {job: cls._a_public_key(key) or "" for job, key in given.items()}
+
+    @property
+    def keys(self) -> JobKeys | None:
+        """Keys that sign the weights of this node's jobs, None if it asks for no signatures."""
+        default = VerifyKey(self.verify_key) if self.verify_key else None
+        own = {job: VerifyKey(key) for job, key in self.job_keys.items()}
+        return JobKeys(default, own) if default or own else None
 
     @property
     def weights(self) -> Path:
@@ -734,13 +681,13 @@ class NodeConfig(Frozen):
             )
 
     def _check_weights(self) -> None:
-        if self.verify_key is None and not self.unsigned:
+        if self.keys is None and not self.unsigned:
             raise ConfigError(
                 "verify_key is missing: whoever announces a version could put any weights"
                 ' into these engines; give the key, or say "unsigned": true'
             )
-        if self.verify_key is not None and self.unsigned:
-            raise ConfigError('verify_key and "unsigned": true; leave one of them out')
+        if self.keys is not None and self.unsigned:
+            raise ConfigError('verify_key or job_keys and "unsigned": true; leave one of them out')
         if self.relay:
             checked_url(f"http://{host_port(self.relay.host)}", "the address of relay.host")
         if self.fanout and self.fanout.leader:

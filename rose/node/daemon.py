@@ -36,7 +36,15 @@ from rose.node.metrics import HostFigures, NodeHealth, NodeMetrics, ReplicaFigur
 from rose.node.order_spans import OrderSpans
 from rose.node.orders import HarvestSwitch, Orders, SchedulerCaps
 from rose.node.proxy_process import ProxyProcess
-from rose.node.replica import Guest, NodeLogs, NodeParts, Replica, build_reports, view_of
+from rose.node.replica import (
+    FurtherOffer,
+    Guest,
+    NodeLogs,
+    NodeParts,
+    Replica,
+    build_reports,
+    view_of,
+)
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetwork, WeightSource
 from rose.process.background_tasks import Background
@@ -202,8 +210,10 @@ class NodeDaemon:
         for each in config.replicas:
             guest = Guest(each, parts, host) if each.kind == "guest" else None
             replica = guest or Replica(each, parts)
-            self._replicas[each.id] = replica
-            room.replicas.append(replica)
+            further = [FurtherOffer(replica, number) for number in range(1, each.offers)]
+            for offered in (replica, *further):
+                self._replicas[offered.config.id] = offered
+                room.replicas.append(offered)
             if guest and host:
                 guest.start_guard(host)
         return room

@@ -375,6 +375,8 @@ class LeaseAgent:
         self._quiet = asyncio.Event()
         self._failures = 0
         self.job = ""
+        # Newest version of the job by the scheduler, None if unknown.
+        self._latest: int | None = None
 
     def lease_epoch(self) -> int | None:
         """Return the epoch of the unexpired lease, None without one (any thread)."""
@@ -391,13 +393,13 @@ class LeaseAgent:
         left_s = status.until_s - now_s
         return rose_pb2.HeldLease(job=self.job, epoch=status.epoch, left_s=left_s)
 
-    def grant(self, epoch: int, ttl_s: float, job: str = "") -> bool:
+    def grant(self, epoch: int, ttl_s: float, job: str = "", latest: int | None = None) -> bool:
         """Apply a grant or renewal of a job's lease and return True; return False, and change
         nothing, if its epoch is older than the newest one seen.
         """
         if epoch < self.core.status().epoch:
             return False
-        self.job = job
+        self.job, self._latest = job, latest
         self.happened(Granted(epoch, ttl_s))
         return True
 
@@ -457,7 +459,7 @@ class LeaseAgent:
 
     async def _admit(self, call: Admit) -> None:
         try:
-            await self._client.admit(call.epoch, self.job)
+            await self._client.admit(call.epoch, self.job, self._latest)
         except (RefusedError, UnavailableError) as error:
             self._log("admit_failed", epoch=call.epoch, message=str(error))
             await self._failed(MAX_ADMIT_FAILURES)

@@ -96,15 +96,16 @@ class Replica:
     guard: GuardThread | None = None
     reclaimer: Reclaimer | None = None
 
-    def __init__(self, config: ReplicaConfig, parts: NodeParts) -> None:
+    def __init__(self, config: ReplicaConfig, parts: NodeParts, offer: int = 0) -> None:
         self.config = config
+        self.further: list[FurtherOffer] = []
         self.url = parts.config.offered_url(config)
         self._parts = parts
         self._events = events = parts.logs.events
         self._session, self._proxy = parts.session, parts.proxy
         own = f"http://127.0.0.1:{config.port}"
         self._client = client = ReplicaClient(
-            parts.source.session, own, lambda: self.supervisor.headers
+            parts.source.session, own, lambda: self.supervisor.headers, offer
         )
         self.lease_agent = LeaseAgent(config.id, client, events, self._lease_told, self._broken)
         self.updates = Updates(
@@ -147,7 +148,7 @@ class Replica:
                 f"{lease.replica} was leased for model {model!r}, which it has no folder of;"
                 " add it to the replica's `models`"
             )
-        if not self.lease_agent.grant(lease.epoch, ttl_s, lease.job):
+        if not self.lease_agent.grant(lease.epoch, ttl_s, lease.job, lease.version):
             return
         self._wanted_model = model
         other = model != self.model
@@ -171,13 +172,16 @@ class Replica:
             self._log("kv_kept", message=self.kv_kept)
         # A second supervisor would start another engine beside one that still runs.
         background.start(self._task("supervisor"), self.supervisor.run, restarts=0)
+        self._start_leases(background)
+        if self.config.kind != "guest":
+            # A guest's figures are on its control page already.
+            background.start(self._task("gauge"), self.poller.run, restarts=None)
+
+    def _start_leases(self, background: Background) -> None:
         background.start(self._task("lease"), self.lease_agent.run)
         # A failure of these two only makes a replica stale, or its load unknown, so they are
         # restarted without a limit.
         background.start(self._task("updates"), self.updates.run, restarts=None)
-        if self.config.kind != "guest":
-            # A guest's figures are on its control page already.
-            background.start(self._task("gauge"), self.poller.run, restarts=None)
 
     async def leave(self, background: Background, reason: str) -> None:
         """Stop the replica and end its background tasks, while the rest of the node runs on."""
@@ -196,8 +200,10 @@ class Replica:
         """Revoke the lease, wait up to DRAIN_PATIENCE_S for its turns to end, then stop the
         engine.
         """
-        self.lease_agent.happened(Revoked(reason))
-        await self.lease_agent.settle(DRAIN_PATIENCE_S)
+        agents = [self.lease_agent, *(each.lease_agent for each in self.further)]
+        for agent in agents:
+            agent.happened(Revoked(reason))
+        await asyncio.gather(*(agent.settle(DRAIN_PATIENCE_S) for agent in agents))
         await self.supervisor.stop()
 
     async def sleep(self) -> None:
@@ -220,11 +226,14 @@ class Replica:
                 self._trusted = True
                 self.lease_agent.happened(EngineUp(said.epoch, said.admitting))
                 self.updates.engine_up(said.policy_version, said.job)
+                for further in self.further:
+                    further.engine_up()
             else:
                 self._broken("it does not know which weights it runs")
         else:
-            self.lease_agent.happened(EngineDown())
-            self.updates.engine_down()
+            for each in (self, *self.further):
+                each.lease_agent.happened(EngineDown())
+                each.updates.engine_down()
             # The next engine starts from the folder again, whatever version this one had.
             self.model = self._started_model
         self._log("engine_state", state=state.value)
@@ -281,8 +290,11 @@ class Replica:
 
     def start_anew(self, why: str) -> None:
         """Restart the engine with the model that its lease asks for; the lease continues
-        meanwhile.
+        meanwhile. An engine of adapters goes on with its base, which is version 0 of all jobs.
         """
+        if self.config.lora is not None and self.model == self._wanted_model:
+            self.updates.engine_up(0)
+            return
         if self.supervisor.state is not EngineState.HEALTHY and self.model == self._wanted_model:
             return  # the engine that starts now has this model
         self.model = self._started_model = self._wanted_model
@@ -314,11 +326,42 @@ class Replica:
         until the new engine has proven them.
         """
         self._trusted = False
-        self.lease_agent.happened(Revoked(reason))
+        for each in (self, *self.further):
+            each.lease_agent.happened(Revoked(reason))
         self.supervisor.restart(reason)
 
     def _log(self, event: str, **fields: object) -> None:
         self._events.write(event, replica=self.config.id, **fields)
+
+
+class FurtherOffer(Replica):
+    """Further offer of a replica whose engine serves several jobs: it has a lease and versions of
+    its own, and the engine is that of the first offer.
+    """
+
+    def __init__(self, first: Replica, number: int) -> None:
+        name = f"{first.config.id}+{number}"
+        super().__init__(first.config.model_copy(update={"id": name}), first._parts, number)
+        self._first, self.supervisor, self.url = first, first.supervisor, first.url
+        first.further.append(self)
+
+    @property
+    def offered(self) -> bool:
+        return self._first.offered
+
+    def start(self, background: Background) -> None:
+        self._start_leases(background)
+
+    async def stop(self, reason: str) -> None:
+        """Do nothing: the first offer stops with all leases."""
+
+    def engine_up(self) -> None:
+        """Begin anew with an engine that has no adapter of any job."""
+        self.lease_agent.happened(EngineUp())
+        self.updates.engine_up(0)
+
+    def _broken(self, reason: str) -> None:
+        self._first._broken(reason)
 
 
 class Guest(Replica):
@@ -606,15 +649,15 @@ def view_of(replica: Replica) -> ReplicaFigures:
 
 
 def _offer(replica: Replica) -> rose_pb2.Offer:
-    config = replica.config
+    config, offers = replica.config, replica.config.offers
     return rose_pb2.Offer(
         replica=config.id,
         kind=_KINDS[config.kind],
         url=replica.url,
-        kv_tokens=config.kv_tokens,
-        decode_tok_s=config.decode_tok_s,
-        prefill_tok_s=config.prefill_tok_s,
-        max_sequences=config.max_sequences,
+        kv_tokens=config.kv_tokens // offers,
+        decode_tok_s=config.decode_tok_s / offers,
+        prefill_tok_s=config.prefill_tok_s / offers,
+        max_sequences=config.max_sequences // offers,
         policy_version=replica.updates.version,
         job=replica.updates.job,
         model=replica.model,

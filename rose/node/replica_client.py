@@ -76,12 +76,13 @@ class ReplicaClient:
     replica does not answer.
 
     _headers: returns the headers of a control request now; each start of the engine has a new
-    secret.
+    secret. _offer: number of the offer whose leases it admits and drains.
     """
 
     _session: aiohttp.ClientSession
     _url: str
     _headers: Callable[[], Mapping[str, str]] = dict
+    _offer: int = 0
 
     async def state(self) -> ReplicaState:
         """Return the replica's own account of its lease, turns, job and policy version."""
@@ -91,15 +92,17 @@ class ReplicaClient:
             raise UnavailableError(f"{self._url} gives no account of itself: {answer.said}")
         return account
 
-    async def admit(self, epoch: int, job: str = "") -> None:
-        """Tell the replica to admit turns under the lease `epoch` of `job`. Raises RefusedError."""
-        await self._checked(ADMIT, EpochBody(epoch, job=job))
+    async def admit(self, epoch: int, job: str = "", latest: int | None = None) -> None:
+        """Tell the replica to admit turns under the lease `epoch` of `job`, whose newest version is
+        `latest`. Raises RefusedError.
+        """
+        await self._checked(ADMIT, EpochBody(epoch, job=job, latest=latest, offer=self._offer))
 
     async def drain(self, epoch: int, reason: str) -> int:
         """Tell the replica to stop admission and end all turns of the lease `epoch`; return the
         number of turns that were ended. Raises RefusedError.
         """
-        answer = await self._checked(DRAIN, EpochBody(epoch, reason))
+        answer = await self._checked(DRAIN, EpochBody(epoch, reason, offer=self._offer))
         drained = _read(answer.body, Drained)
         return drained.aborted if drained else 0
 

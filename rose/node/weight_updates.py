@@ -39,11 +39,12 @@ from rose.weight_distribution import Credentials, VersionServer
 from weight_transfer import (
     CatalogError,
     ChunkStore,
+    JobKeys,
     OnUpdate,
     SignatureError,
-    VerifyKey,
     WeightError,
     WrongBaseError,
+    key_of,
 )
 from weight_transfer.catalog import Catalog, FetchPlan
 from weight_transfer.errors import FanoutError, FetchError, IndexFormatError
@@ -116,13 +117,13 @@ class AnnouncedVersions:
 @dataclass(frozen=True, slots=True)
 class WeightSource:
     """Objects with which all replicas of a node fetch weights: HTTP session, chunk fetcher,
-    announced versions, verify key and publisher client.
+    announced versions, verify keys and publisher client.
     """
 
     session: aiohttp.ClientSession
     fetcher: ChunkFetcher
     chain: AnnouncedVersions
-    verify_key: VerifyKey | None
+    keys: JobKeys | None
     reader: PublisherClient
 
     @property
@@ -169,7 +170,8 @@ async def fetch_update(
     of the files that must not be evicted. Raises RoseError or WeightError; CatalogError only if a
     base is needed and there is none.
     """
-    url = request.target.url
+    url, job = request.target.url, request.target.job
+    key = key_of(source.keys, job)
     async with source.reader.lease(url, request.replica, request.held or 0):
         steps = (await _plan(source, request)).steps
         paths, wire_bytes, on_update = [], 0, OnUpdate.RECOMPUTE
@@ -177,9 +179,9 @@ async def fetch_update(
             fetched = await fetch_version(
                 source.fetcher,
                 url,
-                request.target.job,
+                job,
                 version,
-                source.verify_key,
+                key,
                 on_reject,
                 hold,
                 base=base,
@@ -290,9 +292,9 @@ class WeightNetwork:
         if group:
             mine = Membership(group.rank, group.size, group.leader, group.device)
             self._joining = asyncio.create_task(self._join(fetcher, mine, leading))
-        key = VerifyKey(config.verify_key) if config.verify_key else None
+        keys = config.keys
         self._source = WeightSource(
-            replicas, fetcher, chain, key, PublisherClient(self._session, config.node, key)
+            replicas, fetcher, chain, keys, PublisherClient(self._session, config.node, keys)
         )
         return self._source
 
@@ -305,8 +307,11 @@ class WeightNetwork:
         """Allow the relay to fetch and serve any part of an announced version, even if no engine
         here needs it.
         """
+        # A job without a key is refused, and told, where a replica needs its version.
         if self._source:
-            self._source.fetcher.follow(known.job, known.url, self._source.verify_key)
+            with contextlib.suppress(SignatureError):
+                key = key_of(self._source.keys, known.job)
+                self._source.fetcher.follow(known.job, known.url, key)
 
     async def _join(
         self, fetcher: ChunkFetcher, mine: Membership, leading: GroupLead | None
@@ -578,6 +583,10 @@ class Updates:
             return
         if not account.proven:
             self._unproven(version, "it does not know which weights it runs")
+        elif account.adapters:
+            # The job that was activated last may be another offer's.
+            if self._wanted in account.adapters:
+                self._holds(self._wanted, account.adapters[self._wanted])
         elif (account.job or self.job, account.policy_version) != (self.job, self.version):
             self._holds(account.job or self.job, account.policy_version)
 

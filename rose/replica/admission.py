@@ -4,8 +4,10 @@
 """
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final
 
 
@@ -68,21 +70,51 @@ class QuarantinedError(AdmissionError):
     """
 
 
+@dataclass(slots=True)
+class AdmittedLease:
+    """Newest lease of one offer. job: "" if unknown; it stays after the lease's end.
+
+    latest: newest version of the job at the lease's begin, None if unknown.
+    """
+
+    open: bool = False
+    epoch: int = 0
+    job: str = ""
+    latest: int | None = None
+
+
 class Admission:
-    """State of a replica's admission: open or closed, under which lease epoch, for which job.
-    Commands with an older epoch are refused.
+    """State of a replica's admission: open or closed, under which lease epoch, for which job; of
+    each offer where it has several. Commands with an older epoch are refused.
 
     The first epoch may be any, since leases are older than engines; later ones are at most MAX_LEAP
     ahead of the newest. reason: why it is closed.
     """
 
     def __init__(self) -> None:
-        self.open = False
-        self.epoch = 0
-        # Job of the lease; "" if unknown.
-        self.job = ""
+        self._leases: defaultdict[int, AdmittedLease] = defaultdict(AdmittedLease)
         self.reason = "no lease yet"
         self._quarantined = False
+
+    @property
+    def open(self) -> bool:
+        """True if turns of any lease may begin."""
+        return any(lease.open for lease in self._leases.values())
+
+    @property
+    def first(self) -> AdmittedLease:
+        """Lease of the first offer."""
+        return self._leases[0]
+
+    @property
+    def jobs(self) -> set[str]:
+        """Jobs of the open leases."""
+        return {lease.job for lease in self._leases.values() if lease.open}
+
+    @property
+    def known_jobs(self) -> set[str]:
+        """Jobs of the newest leases, ended ones too."""
+        return {lease.job for lease in self._leases.values()}
 
     @property
     def quarantined(self) -> bool:
@@ -90,40 +122,47 @@ class Admission:
         return self._quarantined
 
     def takes(self, job: str) -> bool:
-        """Return True if turns of the job may begin: if it is the lease's job, or if either of the
-        two is unnamed.
+        """Return True if turns of the job may begin: if it is an open lease's job, or if either of
+        the two is unnamed; of several leases, an unnamed turn belongs to none.
         """
-        return not (job and self.job) or job == self.job
+        jobs = self.jobs
+        return job in jobs or "" in jobs or (not job and len(jobs) == 1)
 
-    def admit(self, epoch: int, job: str = "") -> None:
+    def begins_with_base(self, job: str) -> bool:
+        """Return True if an open lease says that the job has no version yet."""
+        leases = self._leases.values()
+        return any(each.open and each.job == job and each.latest == 0 for each in leases)
+
+    def admit(self, epoch: int, job: str = "", latest: int | None = None, offer: int = 0) -> None:
         """Open admission under the lease `epoch` of a job. Raises StaleEpochError, EpochAheadError
         or QuarantinedError.
         """
-        self._take(epoch)
+        lease = self._take(epoch, offer)
         if self._quarantined:
             raise QuarantinedError(f"{self.reason}; restart this replica")
-        self.open = True
-        self.job = job
+        lease.open, lease.job, lease.latest = True, job, latest
         self.reason = ""
 
-    def close(self, epoch: int, reason: str) -> None:
+    def close(self, epoch: int, reason: str, offer: int = 0) -> None:
         """Close admission at the end of the lease `epoch`. Raises StaleEpochError or
         EpochAheadError.
         """
-        self._take(epoch)
-        self.open = False
+        self._take(epoch, offer).open = False
         if not self._quarantined:
             self.reason = reason or "drained"
 
     def quarantine(self, why: str) -> None:
         """Close admission until this process ends, for this reason."""
         self._quarantined = True
-        self.open = False
+        for lease in self._leases.values():
+            lease.open = False
         self.reason = why
 
-    def _take(self, epoch: int) -> None:
-        if epoch < self.epoch:
-            raise StaleEpochError(f"epoch {epoch} is older than {self.epoch}; attach again")
-        if self.epoch and epoch > self.epoch + MAX_LEAP:
-            raise EpochAheadError(f"epoch {epoch} is no successor of {self.epoch}")
-        self.epoch = epoch
+    def _take(self, epoch: int, offer: int) -> AdmittedLease:
+        lease = self._leases[offer]
+        if epoch < lease.epoch:
+            raise StaleEpochError(f"epoch {epoch} is older than {lease.epoch}; attach again")
+        if lease.epoch and epoch > lease.epoch + MAX_LEAP:
+            raise EpochAheadError(f"epoch {epoch} is no successor of {lease.epoch}")
+        lease.epoch = epoch
+        return lease

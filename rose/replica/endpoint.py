@@ -228,13 +228,13 @@ class ReplicaEndpoint:
 
     async def _drain(self, raw: bytes) -> Answer:
         body = decoded(_EPOCH, raw)
-        self._admission.close(body.epoch, body.reason)
+        self._admission.close(body.epoch, body.reason, body.offer)
         assert self._turns is not None
-        return 200, contract.Drained(await self._turns.revoke_all())
+        return 200, contract.Drained(await self._turns.revoke_all(but=self._admission.jobs))
 
     async def _admit(self, raw: bytes) -> Answer:
         body = decoded(_EPOCH, raw)
-        self._admission.admit(body.epoch, body.job)
+        self._admission.admit(body.epoch, body.job, body.latest, body.offer)
         return 200, contract.Admitted()
 
     async def _apply(self, raw: bytes) -> Answer:
@@ -268,8 +268,8 @@ class ReplicaEndpoint:
             role=os.environ.get("ROSE_ROLE", ""),
             policy_version=self._weights.version,
             proven=not self._admission.quarantined,
-            admitting=self._admission.open,
-            epoch=self._admission.epoch,
+            admitting=self._admission.first.open,
+            epoch=self._admission.first.epoch,
             running=self._turns.running,
             waiting=self._turns.waiting,
             tokens_total=self._turns.tokens_total,
@@ -277,6 +277,7 @@ class ReplicaEndpoint:
             warm=self._warm_up.warm,
             warm_up=contract.WarmUpState(self._warm_up.failed, self._warm_up.said),
             job=self._weights.job,
+            adapters={job: each.version for job, each in self._turns.adapters.items()},
         )
 
 

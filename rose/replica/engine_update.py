@@ -167,7 +167,9 @@ class WeightUpdater:
         to be written, or one of the two jobs is unnamed.
         """
         if adapters := self._turns.adapters:
-            return job in adapters if job else len(adapters) == 1
+            if not job:
+                return len(adapters) == 1
+            return job in adapters or self._admission.begins_with_base(job)
         return not job or (self._coming or self.job) in ("", job)
 
     def start(self) -> None:
@@ -268,14 +270,14 @@ class WeightUpdater:
 
     async def _make_room(self) -> None:
         """Give back a slot if none is free: turns that use the oldest adapter are revoked, those of
-        the lease's job last.
+        a lease's job last.
         """
         if len(self._held) < self._engine.adapts:
             return
         # Raises what decoding raised, before anybody gives way.
         await self._call("rose_weights_load", 0)
-        newest, leased = self._turns.adapters, self._admission.job
-        gone = min(self._held, key=lambda e: (newest.get(e.job) == e, e.job == leased))
+        newest, leased = self._turns.adapters, self._admission.known_jobs
+        gone = min(self._held, key=lambda e: (newest.get(e.job) == e, e.job in leased))
         if newest.get(gone.job) == gone:
             del newest[gone.job]
         await self._turns.revoke_of(gone)
@@ -340,8 +342,10 @@ class WeightUpdater:
         An update takes longer than a lease may last: the lease of its request may be over by now.
         """
         admission = self._admission
-        if admission.open and not admission.takes(job):
-            raise WeightError(f"leased to {admission.job}: no weights of {job} are taken")
+        # A lease may be over while others are open: its job is known until the next one.
+        if admission.open and not (admission.takes(job) or job in admission.known_jobs):
+            names = ", ".join(sorted(admission.jobs))
+            raise WeightError(f"leased to {names}: no weights of {job} are taken")
         self._coming = job
         try:
             yield job

@@ -243,11 +243,11 @@ class Turns:
             # The engine takes a request within a few steps of the loop.
             await asyncio.sleep(START_POLL_S)
 
-    async def revoke_all(self) -> int:
-        """Abort every open turn, each of which first delivers its tokens so far; return the number
-        of turns.
+    async def revoke_all(self, *, but: Collection[str] = ()) -> int:
+        """Abort every open turn that is not of the jobs `but`, each of which first delivers its
+        tokens so far; return the number of turns.
         """
-        return await self._revoke(self._live)
+        return await self._revoke(turn for turn in self._live if turn.job not in but)
 
     async def revoke_others(self, job: str) -> int:
         """Abort the open turns of other named jobs, because weights of `job` are coming; return the

@@ -216,7 +216,7 @@ class EngineCalls:
             job=engine.job,
         )
 
-    async def admit(self, epoch: int, job: str = "") -> None:
+    async def admit(self, epoch: int, job: str = "", latest: int | None = None) -> None:
         """Open admission for a job's lease."""
         life = self._engine.life
         await self._reach(life)
@@ -359,7 +359,10 @@ class SimulatedReplica(Replica):
             model_name=MODEL,
             folders=folders,
             start_timeout_s=60.0,
+            offers=1,
+            lora=None,
         )
+        self.further = []
         self.url = "http://127.0.0.1:8000"
         self._proxy = None
         self._events = node.events  # type: ignore[assignment]

@@ -35,13 +35,19 @@ class Replica:
         return epoch
 
     async def stream(
-        self, tokens: list[int], max_tokens: int, salt: str | None = None, **sampling: Any
+        self,
+        tokens: list[int],
+        max_tokens: int,
+        salt: str | None = None,
+        job: str = "",
+        **sampling: Any,
     ) -> AsyncIterator[dict[str, Any]]:
         body = {
             "request_id": "turn",
             "token_ids": tokens,
             "sampling": {"temperature": 0.0, "max_tokens": max_tokens, **sampling},
             "cache_salt": salt,
+            "job": job,
         }
         async with self.http.post(f"{self.engine.url}/rose/v1/generate", json=body) as answer:
             assert answer.status == 200, await answer.text()

@@ -81,7 +81,7 @@ from weight_transfer.errors import (
 )
 from weight_transfer.format.checkpoint import Checkpoint
 from weight_transfer.format.manifest import MAX_MANIFEST_BYTES, ChunkRef, Manifest, VerifiedManifest
-from weight_transfer.format.signing import VerifyKey
+from weight_transfer.format.signing import JobKeys, Keys
 from weight_transfer.format.tensors import TensorBits
 from weight_transfer.kernels.device import named_shortage, release_unused
 
@@ -130,16 +130,16 @@ class ReplicaWeights:
         self,
         engine: EngineModel,
         model_dir: Path,
-        verify_key: VerifyKey | None,
+        verify_key: Keys,
         weights_dir: Path | None = None,
         place: Path | None = None,
     ) -> None:
         """Read the checkpoint in `model_dir`, map it to the live model, and prove map and probe.
 
-        `verify_key`: key of the trainer, None accepts unsigned versions. `weights_dir`: folder from
-        which updates may be read, None for anywhere. `place`: path at which this engine's ranks on
-        this node elect the leader of a shared copy, None for a private copy. Raise LoaderMapError,
-        ProbeError, StoreError or TensorFormatError.
+        `verify_key`: keys of the trainers, None accepts unsigned versions. `weights_dir`: folder
+        from which updates may be read, None for anywhere. `place`: path at which this engine's
+        ranks on this node elect the leader of a shared copy, None for a private copy. Raise
+        LoaderMapError, ProbeError, StoreError or TensorFormatError.
         """
         self._files = Enclosed(weights_dir)
         self.engine = engine
@@ -576,7 +576,7 @@ class WeightMethods(ABC):
     def rose_weights_init(
         self,
         model_dir: str,
-        verify_key_hex: str | None,
+        verify_keys: str | None,
         weights_dir: str | None = None,
         place: str | None = None,
     ) -> dict[str, Any]:
@@ -586,11 +586,11 @@ class WeightMethods(ABC):
         None lets the caller name any file. Ranks that are given one `place`, a path on each node
         that is new at each init, share a copy of the checkpoint.
         """
-        key = None if verify_key_hex is None else VerifyKey(verify_key_hex)
+        keys = None if verify_keys is None else JobKeys.parse(verify_keys)
         engine = self._engine_model()
         folder, meeting = (None if p is None else Path(p) for p in (weights_dir, place))
         weights = self.rose_weights = self._weights_class(
-            engine, Path(model_dir), key, folder, meeting
+            engine, Path(model_dir), keys, folder, meeting
         )
         return {
             "version": weights.version,

@@ -27,7 +27,7 @@ from weight_transfer.catalog import Catalog, Published
 from weight_transfer.errors import FetchError, IndexFormatError
 from weight_transfer.fetch.download import ATTEMPT_FAILURES, whole_reply
 from weight_transfer.format.manifest import MALFORMED, Count, Name
-from weight_transfer.format.signing import Envelope, Kind
+from weight_transfer.format.signing import Envelope, Keys, Kind, key_of
 
 CATALOG: Final = "/catalog"
 LEASES: Final = "/leases"
@@ -117,10 +117,8 @@ class PublisherClient:
     `name`: unique among readers.
     """
 
-    def __init__(
-        self, session: aiohttp.ClientSession, name: str, verify_key: VerifyKey | None = None
-    ) -> None:
-        """Keep the key of the job's trainer, `verify_key`; None accepts unsigned catalogs."""
+    def __init__(self, session: aiohttp.ClientSession, name: str, verify_key: Keys = None) -> None:
+        """Keep the keys of the jobs' trainers, `verify_key`; None accepts unsigned catalogs."""
         self._session = session
         self._name = name
         self._verify_key = verify_key
@@ -134,7 +132,7 @@ class PublisherClient:
             raw = await whole_reply(self._session, f"{url}{CATALOG}", _CALL, MAX_CATALOG_BYTES)
         except ATTEMPT_FAILURES as error:
             raise FetchError(f"{url}{CATALOG} cannot be fetched: {error!r:.200}") from error
-        return decode_catalog(raw, job, self._verify_key, time.time())
+        return decode_catalog(raw, job, key_of(self._verify_key, job), time.time())
 
     @asynccontextmanager
     async def lease(self, url: str, part: str, version: int) -> AsyncIterator[None]:

@@ -29,7 +29,15 @@ from msgspec import Meta, Struct
 
 from weight_transfer.errors import ManifestError
 from weight_transfer.format.digest import Range, tiling_fault
-from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind, SigningKey, VerifyKey
+from weight_transfer.format.signing import (
+    HEAD_BYTES,
+    Envelope,
+    JobKeys,
+    Keys,
+    Kind,
+    SigningKey,
+    VerifyKey,
+)
 
 CODEC = "fast-1"
 """Name of the chunk format that `chunk` and `delta_codec` write."""
@@ -278,9 +286,12 @@ class VerifiedManifest:
     manifest: Manifest
 
     @classmethod
-    def read(cls, raw: bytes | bytearray, verify_key: VerifyKey | None) -> VerifiedManifest:
-        """Return the manifest in untrusted bytes, verified. Raises like `Manifest.from_bytes`."""
-        return cls(Manifest.from_bytes(raw, verify_key))
+    def read(cls, raw: bytes | bytearray, keys: Keys) -> VerifiedManifest:
+        """Return the manifest in untrusted bytes, verified by the key of the job that it names.
+        Raises like `Manifest.from_bytes`.
+        """
+        key = keys.of(head_of(raw).job) if isinstance(keys, JobKeys) else keys
+        return cls(Manifest.from_bytes(raw, key))
 
     @classmethod
     def check(cls, manifest: Manifest, verify_key: VerifyKey | None) -> VerifiedManifest:

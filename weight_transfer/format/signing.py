@@ -11,8 +11,10 @@ megabytes, does not hold the interpreter's lock.
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Final
@@ -51,6 +53,52 @@ class VerifyKey:
             raise SignatureError(
                 f"signature does not match key {self.hex[:16]}…; is this the job's trainer?"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class JobKeys:
+    """Public keys of several jobs: a key signs its own job's versions alone. default: key of the
+    jobs without one of their own, None if their versions are refused.
+    """
+
+    default: VerifyKey | None
+    jobs: Mapping[str, VerifyKey] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, text: str) -> JobKeys:
+        """Return the keys in a text that `text` made, or the one key of all jobs in its hex
+        digits.
+        """
+        keys = json.loads(text) if text.startswith("{") else {"": text}
+        default = keys.pop("", None)
+        jobs = {job: VerifyKey(key) for job, key in keys.items()}
+        return cls(VerifyKey(default) if default else None, jobs)
+
+    @property
+    def text(self) -> str:
+        """Keys as text, for an environment variable."""
+        keys = {job: key.hex for job, key in self.jobs.items()}
+        if self.default is None:
+            return json.dumps(keys)
+        return json.dumps({"": self.default.hex, **keys}) if keys else self.default.hex
+
+    def of(self, job: str) -> VerifyKey:
+        """Return the key that signs a job's versions. Raises SignatureError without one."""
+        key = self.jobs.get(job, self.default)
+        if key is None:
+            raise SignatureError(f"no key of job {job} is known here; add it to `job_keys`")
+        return key
+
+
+Keys = VerifyKey | JobKeys | None
+"""One key of all jobs, a key for each, or None where no signature is asked for."""
+
+
+def key_of(keys: Keys, job: str) -> VerifyKey | None:
+    """Return the key that signs a job's versions, None where no signature is asked for. Raises
+    SignatureError for a job without a key among those of others.
+    """
+    return keys.of(job) if isinstance(keys, JobKeys) else keys
 
 
 class SigningKey:

@@ -33,7 +33,7 @@ from weight_transfer.apply.staging import Decoded, Prepared, UpdatePlacement
 from weight_transfer.errors import AdapterError, ManifestError, ProbeError, WrongBaseError
 from weight_transfer.format.adapter import base_digest, check_adapter
 from weight_transfer.format.manifest import Adapter, Manifest
-from weight_transfer.format.signing import VerifyKey
+from weight_transfer.format.signing import Keys
 from weight_transfer.format.tensors import WIDTHS, TensorBits, unsigned
 from weight_transfer.kernels.device import named_shortage
 from weight_transfer.vllm.live_model import VllmModel, VllmProber
@@ -229,7 +229,7 @@ class AdapterWeights(ReplicaWeights):
         self,
         engine: AdaptedModel,
         model_dir: Path,
-        verify_key: VerifyKey | None,
+        verify_key: Keys,
         weights_dir: Path | None = None,
         place: Path | None = None,
     ) -> None:

@@ -12,7 +12,7 @@ from live_replica import PROMPT, Lines, Replica, sampled, tokens_of, versions_of
 from pool import Started
 
 from tests.harness.adapters import adapter_of, merged_tokens, moved, settings_of
-from weight_transfer import OnUpdate, TensorBits
+from weight_transfer import ChunkStore, OnUpdate, TensorBits, VersionPublisher
 
 pytestmark = [
     pytest.mark.engine,
@@ -123,3 +123,33 @@ async def test_what_does_not_fit_is_refused_and_turns_go_on(replica: Replica) ->
     status, said = await replica.call("weights/apply", keep)
     assert (status, said["error"]["type"]) == (422, "unfit_adapter")
     assert sampled(await replica.lines(PROMPT, 8)) == before
+
+
+async def test_two_jobs_lease_it_together_and_one_lease_ends(replica: Replica) -> None:
+    versions, model = replica.engine.versions, replica.engine.spec.model_dir
+    epochs = {}
+    for offer, job in enumerate(("test", "other")):
+        epochs[job] = next(replica.engine.epochs)
+        lease = {"epoch": epochs[job], "job": job, "latest": 0, "offer": offer}
+        assert (await replica.call("admit", lease))[0] == 200
+    mine, theirs = (adapter_of(versions.base, seed=seed) for seed in (7, 8))
+    await replica.apply(begin(replica, mine))
+    store = ChunkStore(versions.folder / "other")
+    publisher = VersionPublisher(store, job="other", trainer="test", key=versions.key)
+    publisher.adapter = settings_of(versions.base)
+    publisher.publish_base(1, theirs)
+    manifest, chunks = store.manifest_path(1, base=True), store.chunks_dir
+    await replica.apply({"manifest": str(manifest), "chunks": str(chunks)})
+    turns = (replica.lines(PROMPT, 32, job=job) for job in epochs)
+    for tensors, lines in zip((mine, theirs), await asyncio.gather(*turns), strict=True):
+        assert tokens_of(lines) == merged_tokens(model, tensors, PROMPT, 32)
+    state = (await replica.call("state"))[1]
+    assert state["adapters"] == {"test": versions.version, "other": 1}
+
+    running = asyncio.create_task(replica.lines(PROMPT, 200, job="other"))
+    drained = await replica.call("drain", {"epoch": epochs["test"], "reason": "revoked"})
+    assert drained == (200, {"aborted": 0})
+    body = {"request_id": "late", "token_ids": PROMPT, "job": "test"}
+    assert (await replica.call("generate", body))[0] == 503
+    lines = await running
+    assert (versions_of(lines), lines[-1]["finish_reason"]) == ([1] * 200, "length")

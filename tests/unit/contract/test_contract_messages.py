@@ -62,7 +62,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
     replica.Left(),
     replica.Fault("draining", "no turns now"),
     replica.Refusal(replica.Fault("draining", "no turns now")),
-    replica.EpochBody(5, "lease lost", "j"),
+    replica.EpochBody(5, "lease lost", "j", latest=0, offer=1),
     replica.Drained(2),
     replica.Admitted(),
     weights.ApplyBody("/c", "/m/1", ["/m/1", "/m/2"], OnUpdate.KEEP),
@@ -99,6 +99,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         warm=True,
         warm_up=replica.WarmUpState(said="warm after 4 sizes"),
         job="j",
+        adapters={"j": 2},
     ),
     gateway.TurnFields(
         session_id="s",

@@ -87,7 +87,8 @@ class EngineHandler(BaseHTTPRequestHandler):
             return
         while call == "drain" and DEAF.exists():
             time.sleep(0.02)
-        note(call, epoch=body["epoch"], job=body.get("job", ""))
+        lease = {"job": body.get("job", ""), "latest": body.get("latest")}
+        note(call, epoch=body["epoch"], offer=body.get("offer", 0), **lease)
         SAID.update(epoch=body["epoch"], admitting=call == "admit")
         self.answer(200, {"aborted": 3})
 

@@ -87,6 +87,11 @@ WRONG = [
     ),
     (fields(REPLICA, lora={"max_rank": 12}), "max_rank"),
     (fields(REPLICA, lora={"max_adapters": 1}), "max_adapters"),
+    (fields(REPLICA, lora={"max_adapters": 2, "jobs": 2}), "max_adapters 2: the newest"),
+    (
+        fields(REPLICA, lora={"max_adapters": 3, "jobs": 2}, kind="guest"),
+        "lora.jobs: several jobs share a dedicated replica",
+    ),
     (fields(DEDICATED, step_profile="p"), "has no gate"),
     # GPUs.
     *((fields(ON_GPU, device=device), "device") for device in (-1, "0", True, "MIG-1")),

@@ -27,11 +27,11 @@ NUMBERS = {"apply_s": 0.1, "probe_s": 0.1, "probe_max_abs_diff": 0.0}
 
 
 class AdaptedLLM(FakeAsyncLLM):
-    """Ranks with slots for two adapters; `coming` is (job, version) of the next update."""
+    """Ranks with slots for adapters; `coming` is (job, version) of the next update."""
 
-    def __init__(self) -> None:
+    def __init__(self, adapters: int) -> None:
         super().__init__()
-        self.vllm_config.lora_config = SimpleNamespace(max_loras=3)
+        self.vllm_config.lora_config = SimpleNamespace(max_loras=adapters + 1)
         self.coming = ("a", 1)
         self.loras: list[str | None] = []
         self.slots: list[str] = []
@@ -57,7 +57,7 @@ class AdaptedLLM(FakeAsyncLLM):
             raise RuntimeError(f"[rose:AdapterError] {self.bad}")
         elif name == "commit":
             self.slots.append(self._attempt)
-            assert len(self.slots) <= 2
+            assert len(self.slots) < self.vllm_config.lora_config.max_loras
         elif name == "rose_adapters_drop":
             self.slots = [each for each in self.slots if each not in args[0]]
         report = {"version": version, **NUMBERS, **self.proofs}
@@ -67,10 +67,10 @@ class AdaptedLLM(FakeAsyncLLM):
 class AdaptedReplica:
     """A replica's turns and its updater, over AdaptedLLM."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, adapters: int = 2) -> None:
         monkeypatch.setenv("ROSE_WEIGHTS_DIR", "/nowhere")
         monkeypatch.setenv("ROSE_UNSIGNED", "1")
-        self.llm = AdaptedLLM()
+        self.llm = AdaptedLLM(adapters)
         engine = VllmEngine(self.llm)
         self.admission = Admission()
         self.admission.admit(1)
@@ -176,6 +176,48 @@ async def test_two_jobs_have_their_adapters_side_by_side(replica: AdaptedReplica
     replica.admission.admit(2, "b")
     await replica.update("b", 4)
     assert sorted(replica.turns.adapters) == ["b"]
+
+
+async def test_leases_of_two_jobs_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = AdaptedReplica(monkeypatch, adapters=3)
+    admission = replica.admission
+    admission.admit(2, "a", 7)
+    admission.admit(5, "b", 0, offer=1)
+    await replica.update("a", 7)
+    # The second job has no version yet, so its turns begin with the base.
+    turns = {job: await replica.begin(request_id=job, job=job) for job in ("a", "b", "", "c")}
+    await replica.step()
+    assert {job: stamps(each) for job, each in turns.items()} == {
+        "a": [7],
+        "b": [0],
+        "": [],
+        "c": [],
+    }
+    with pytest.raises(WeightError, match="leased to a, b"):
+        await replica.update("c", 1)
+    await replica.update("b", 1)
+    await replica.step()
+    # The end of one lease ends its turns alone.
+    admission.close(2, "revoked")
+    assert await replica.turns.revoke_all(but=admission.jobs) == 1
+    late = await replica.begin(request_id="late", job="a")
+    await replica.step(FinishReason.STOP)
+    for each in (*turns.values(), late):
+        await each.done()
+    assert [stamps(turns[job]) for job in "ab"] == [[7, 7], [0, 1, 1]]
+    assert [turns[job].lines[-1]["finish_reason"] for job in "ab"] == ["revoked", "stop"]
+    assert [each.status for each in (turns[""], turns["c"], late)] == [503] * 3
+    # What was on its way when the lease ended is taken, and no turn begins with it.
+    await replica.update("a", 8)
+    # The next job's turns wait for its version, and its adapter takes no other job's newest.
+    admission.admit(3, "c", 4)
+    early = await replica.begin(request_id="early", job="c")
+    await replica.update("c", 4)
+    await replica.update("c", 5)
+    await replica.update("b", 2)
+    assert {job: each.version for job, each in replica.turns.adapters.items()} == {"b": 2, "c": 5}
+    await early.done()
+    assert early.status == 503
 
 
 @pytest.mark.parametrize("what", ["unfit", "unproven", "keep"])

@@ -94,6 +94,7 @@ async def test_a_lease_opens_a_drain_closes_and_an_old_lease_does_nothing(
         "warm": True,
         "warm_up": {"failed": False, "said": "no warm-up was asked for"},
         "job": "",
+        "adapters": {},
     }
     assert (await replica.ask("drain", {"epoch": 4, "reason": "old"}))[0] == 409
     assert (await replica.ask("admit", {"epoch": 4}))[0] == 409

@@ -116,7 +116,7 @@ def test_only_the_newest_epoch_is_obeyed(commands: list[tuple[bool, int]]) -> No
         else:
             assert not stale
             newest, expected = epoch, opens
-        assert (admission.open, admission.epoch) == (expected, newest)
+        assert (admission.open, admission.first.epoch) == (expected, newest)
 
 
 def test_a_quarantined_replica_never_opens_again() -> None:

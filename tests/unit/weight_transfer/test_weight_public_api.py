@@ -4,13 +4,14 @@ PUBLIC = """
 Adapter AdapterError Block CatalogError Change ChunkDigestError ChunkError ChunkFormatError
 ChunkHeader
 ChunkMissingError ChunkRef ChunkStore DeviceMemoryError DigestMismatchError Encoding Heads
+JobKeys
 LoaderMapError LocalBits LocalTensor Manifest ManifestError ManifestExpired OnUpdate Piece
 ProbeError Receiver ShardCoordinator ShardEncoder ShardError ShardReport ShardSettings
 SignatureError SigningKey StagedTensor StagedUpdate StoreError StoredFile TensorBits
 TensorFormatError TensorUpdate VerifiedManifest VerifyKey VersionPublisher WeightError
 WrongBaseError base_digest bits_of check_adapter chunk_id column_shard decode_chunk digest_of
 encode_chunk gate_up
-grouped_qkv newest_version piece read_chunk read_model_dir read_safetensors restore row_shard
+grouped_qkv key_of newest_version piece read_chunk read_model_dir read_safetensors restore row_shard
 stacked tensor_bits tensor_of updated vocabulary whole
 """
 

@@ -10,6 +10,7 @@ from rose.addresses import free_port
 from rose.node.replica import same_architecture
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import PublisherSettings
+from weight_transfer import SigningKey
 
 OTHER = "other"
 
@@ -17,13 +18,13 @@ OTHER = "other"
 class JobsBench(NodeBench):
     """Two jobs and one replica; the second one's publisher starts when a test wants it."""
 
-    def __init__(self, folder: Path, kind: str) -> None:
+    def __init__(self, folder: Path, kind: str, **replica: object) -> None:
         large = folder / "m-large"
         large.mkdir()
         (large / "config.json").write_text('{"hidden_size": 8}')
         for name in ("tokenizer.json", "model.safetensors"):
             (large / name).write_text("{}")
-        super().__init__(folder, kind, models={"m-large": str(large)})
+        super().__init__(folder, kind, models={"m-large": str(large)}, **replica)
         self.others: list[AllCorruptPublisher] = []
 
     async def register(self, model: str = "") -> AllCorruptPublisher:
@@ -90,12 +91,18 @@ async def test_without_a_base_the_engine_starts_anew_and_keeps_its_lease(jobs: J
     assert (last["job"], last["steps"], last["based"]) == (OTHER, [1], False)
 
 
-async def test_a_job_that_has_published_nothing_gets_the_model_itself(jobs: JobsBench) -> None:
+@pytest.mark.parametrize(
+    ("bench", "starts"), [(BENCH, 2), (BENCH | {"lora": {}}, 1)], indirect=["bench"]
+)
+async def test_a_job_that_has_published_nothing_gets_the_model_itself(
+    jobs: JobsBench, starts: int
+) -> None:
     await jobs.register()
     await jobs.hand_over()
     row = await jobs.until("the other's", lambda row: row.job == OTHER and row.healthy)
     assert (row.held_job, row.policy_version) == ("", 0)
-    assert len(jobs.calls("start")) == 2
+    assert len(jobs.calls("start")) == starts, "the base of adapters is the model"
+    assert jobs.calls("admit")[-1]["latest"] == 0
 
 
 async def test_another_model_is_another_engine(jobs: JobsBench) -> None:
@@ -114,6 +121,52 @@ async def test_a_replica_follows_its_own_job_whatever_others_publish(jobs: JobsB
     await jobs.publish(2)
     await jobs.until("caught up", lambda row: row.policy_version == 2 and row.healthy)
     assert {call["job"] for call in jobs.calls("apply")} == {"job"}
+
+
+SHARED = {"max_rank": 8, "max_adapters": 3, "jobs": 2}
+
+
+@pytest.mark.parametrize("bench", [{"kind": "dedicated", "lora": SHARED}], indirect=True)
+@pytest.mark.usefixtures("standins")
+async def test_two_jobs_lease_one_engine_each_by_an_offer_of_its_own(bench: NodeBench) -> None:
+    own = SigningKey.generate()
+    bench.settings["job_keys"] = {OTHER: own.verify_key.hex}
+    other = AllCorruptPublisher(OTHER, bench.address, bench.folder / "other", free_port(), own)
+    await other.start()
+
+    async def rows() -> dict[str, pb.Replica]:
+        found = (await bench.stub.Snapshot(pb.SnapshotRequest())).replicas
+        return {row.job: row for row in found if row.leased and row.healthy}
+
+    async def at_versions(**wanted: int) -> dict[str, pb.Replica]:
+        async def held() -> dict[str, pb.Replica] | None:
+            now = await rows()
+            same = {job: row.policy_version for job, row in now.items()} == wanted
+            return now if same and all(r.held_job in ("", j) for j, r in now.items()) else None
+
+        return await bench.awaited(f"at {wanted}", held)
+
+    async with bench.running():
+        first = await at_versions(job=0, other=0)
+        assert {row.id for row in first.values()} == {"r0", "r0+1"}
+        assert len({row.url for row in first.values()}) == 1
+        assert {row.max_sequences for row in first.values()} == {32}
+        await bench.publisher.publish_anew(1, tensors(1))
+        await other.publish_anew(1, tensors(5))
+        await at_versions(job=1, other=1)
+        await bench.publisher.end_job()
+        await bench.awaited("ended", lambda: _drained(bench))
+        [drain] = bench.calls("drain")
+        [mine] = (call for call in bench.calls("admit") if call["job"] == "job")
+        assert (drain["offer"], drain["epoch"]) == (mine["offer"], mine["epoch"])
+        now = (await rows())[OTHER]
+        assert now.lease_epoch == first[OTHER].lease_epoch
+    assert len(bench.calls("start")) == 1
+    await other.close()
+
+
+async def _drained(bench: NodeBench) -> bool | None:
+    return bool(bench.calls("drain")) or None
 
 
 def test_models_of_one_architecture_differ_in_their_weights_alone(tmp_path: Path) -> None:

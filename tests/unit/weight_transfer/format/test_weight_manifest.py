@@ -18,9 +18,10 @@ from weight_transfer.format.manifest import (
     Manifest,
     OnUpdate,
     TensorUpdate,
+    VerifiedManifest,
     head_of,
 )
-from weight_transfer.format.signing import HEAD_BYTES, Envelope, Kind, SigningKey
+from weight_transfer.format.signing import HEAD_BYTES, Envelope, JobKeys, Kind, SigningKey
 
 KEY = SigningKey.from_hex("01" * 32)
 CHUNKS = (
@@ -161,6 +162,23 @@ def test_nothing_is_parsed_before_the_signature_holds(monkeypatch: pytest.Monkey
         with pytest.raises(SignatureError):
             Manifest.from_bytes(raw, KEY.verify_key)
     assert parsed == []
+
+
+def test_the_key_of_one_job_signs_no_version_of_another() -> None:
+    other = SigningKey.from_hex("02" * 32)
+    given = JobKeys(None, {"job": KEY.verify_key, "other": other.verify_key})
+    assert JobKeys.parse(given.text) == given
+    assert JobKeys.parse(KEY.verify_key.hex) == JobKeys(KEY.verify_key)
+    assert JobKeys(KEY.verify_key).text == KEY.verify_key.hex
+    for keys in (given, JobKeys(KEY.verify_key, {"other": other.verify_key})):
+        assert VerifiedManifest.read(MANIFEST.to_bytes(), keys).manifest == MANIFEST
+        theirs = replace(MANIFEST, job="other")
+        VerifiedManifest.read(theirs.signed(other).to_bytes(), keys)
+        for forged in (theirs.signed(KEY), MANIFEST.signed(other)):
+            with pytest.raises(SignatureError, match="does not match"):
+                VerifiedManifest.read(forged.to_bytes(), keys)
+    with pytest.raises(SignatureError, match="no key of job third"):
+        VerifiedManifest.read(replace(MANIFEST, job="third").signed(KEY).to_bytes(), given)
 
 
 def test_a_signature_of_one_kind_is_none_of_another() -> None:
