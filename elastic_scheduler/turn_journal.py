@@ -236,6 +236,15 @@ class TurnJournal:
         again._number = self._number
         return again
 
+    def expand(self, prompt: Sequence[int]) -> None:
+        """Replace the prompt by the one with the tokens of its images, before the first token.
+
+        Raises JournalError after it.
+        """
+        if self.tokens or self._over:
+            raise JournalError("the prompt came again after the first token")
+        self._prompt, self.prompt_tokens = prompt, len(prompt)
+
     def begin(self, replica: str, kind: str) -> Attempt:
         """Start the next attempt on `replica` and return its request; an earlier one is over.
 

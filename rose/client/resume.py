@@ -46,6 +46,7 @@ class Received:
         self._stamps: list[Stamp] = []
         self._top = bytearray()
         self._npy: bytes | None = None
+        self._prompt = ask.body.token_ids
         self._old_segments: list[tuple[str, str, int, int]] = []
         self._segments: list[tuple[str, str, int, int]] = []
         self._old_attempts = self._attempts = 0
@@ -100,7 +101,7 @@ class Received:
             rest = structs.replace(
                 self._ask.body,
                 request_id=f"{self._ask.request_id}+{self._base}",
-                token_ids=(*self._ask.body.token_ids, *self._tokens),
+                token_ids=(*self._prompt, *self._tokens),
                 sampling_params=asked.rest(asked.max_tokens - self._base),
             )
             self._asked = replace(self._ask, body=rest)
@@ -118,6 +119,8 @@ class Received:
         for an invalid event, AnotherTurnError for tokens that differ from those received before.
         """
         start = len(self._tokens)
+        if event.prompt_token_ids is not None and not self._base:
+            self._prompt = event.prompt_token_ids
         for choice in event.choices:
             tokens = choice.token_ids
             logprobs = choice.logprobs.content if choice.logprobs is not None else []
@@ -146,6 +149,7 @@ class Received:
             self.trace_id,
             self._top_of(0, len(self._tokens)),
             self._npy,
+            self._prompt if self._ask.images else None,
         )
 
     def _top_of(self, start: int, end: int) -> TopLogprobs | None:

@@ -38,12 +38,16 @@ from rose.contract.gateway import (
     RETRIED,
     SESSIONS,
     VERSIONS,
+    GatewayGenerateBody,
+    ImageName,
     SessionTrajectory,
     Versions,
 )
+from rose.contract.replica import NO_IMAGE
 
 REST_S = 2.0
 GET_S = 5.0
+MOST_HASHES = 16_384
 
 
 class GatewayRing:
@@ -165,6 +169,8 @@ class Tries:
         self._http = http
         self._ring = ring
         self._monitor = monitor
+        # Hashes of images that each gateway was sent.
+        self._sent: dict[str, set[str]] = {}
 
     async def whole(self, row: RunningTurn) -> Turn:
         """Request the turn as one answer, with retries, and return it.
@@ -175,8 +181,9 @@ class Tries:
         body = wire.encode(row.ask.body)
 
         async def ask(url: str) -> Turn:
-            async with self._post(url, body, row.ask) as response:
-                await _check(response)
+            whole = self._named(url, row.ask, row.ask.body) if row.ask.images else body
+            async with self._post(url, whole, row.ask) as response:
+                await self._accepted(url, row.ask, response)
                 return wire.decode_turn(await response.read(), wire.traced(response))
 
         return await self._until_done(row, ask, lambda: 0)
@@ -240,9 +247,10 @@ class Tries:
         received = Received(row.ask)
 
         async def attempt(url: str, asked: ClientTurn) -> None:
-            body = wire.encode(structs.replace(asked.body, stream=True))
+            streamed = structs.replace(asked.body, stream=True)
+            body = self._named(url, asked, streamed) if asked.images else wire.encode(streamed)
             async with self._post(url, body, asked) as response:
-                await _check(response)
+                await self._accepted(url, asked, response)
                 received.trace_id = wire.traced(response)
                 await self._read(response, received, row, sink)
             if not received.whole:
@@ -277,6 +285,29 @@ class Tries:
                 if event.error.code in RETRIED:
                     raise _TryAgainError(event.error.message)
                 raise wire.refusal(event.error.code, event.error.message)
+
+    def _named(self, url: str, ask: ClientTurn, body: GatewayGenerateBody) -> bytes:
+        """Return the request with the turn's images: by their hashes those that the gateway was
+        sent, as bytes the others.
+        """
+        sent = self._sent.get(url, ())
+        images = [
+            ImageName(each.sha256) if each.sha256 in sent else each.data for each in ask.images
+        ]
+        return wire.encode(structs.replace(body, images=tuple(images)))
+
+    async def _accepted(self, url: str, ask: ClientTurn, response: aiohttp.ClientResponse) -> None:
+        """Return for status 200, else raise as `_check` does; record what the gateway has now."""
+        if response.status == NO_IMAGE:
+            # It was started anew, or has forgotten some: the next try has their bytes.
+            self._sent.pop(url, None)
+            raise _TryAgainError(wire.message(response.status, await response.read()))
+        await _check(response)
+        if ask.images:
+            sent = self._sent.setdefault(url, set())
+            if len(sent) > MOST_HASHES:
+                sent.clear()
+            sent.update(image.sha256 for image in ask.images)
 
     def _post(
         self, url: str, body: bytes, ask: ClientTurn

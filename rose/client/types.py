@@ -14,6 +14,7 @@ from rose.client.credentials import NOTHING_SHOWN, GatewayCredentials
 from rose.contract.gateway import GatewayGenerateBody, TopLogprobs
 from rose.contract.replica import Sampling
 from rose.errors import ConfigError
+from rose.images import Image
 from rose.tracing import TraceContext, current_trace, parsed
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ class Turn:
     KV, start, end) of the tokens sampled on KV of earlier versions too, which only a job that
     updates with `keep` has. trace_id: of the turn's OpenTelemetry trace, "" for none. top_logprobs:
     the `Sampling.logprobs` most likely tokens at each token as arrays, None if none are asked for.
+    prompt_token_ids: of a turn with images, the prompt with their tokens, as the model's processor
+    writes it: with `token_ids` it is the beginning of the next turn's prompt.
     """
 
     request_id: str
@@ -119,6 +122,7 @@ class Turn:
     trace_id: str = ""
     top_logprobs: TopLogprobs | None = None
     npy: bytes | None = field(default=None, repr=False)
+    prompt_token_ids: tuple[int, ...] | None = None
 
     @property
     def routed_experts(self) -> "NDArray[Any] | None":
@@ -140,7 +144,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ClientTurn:
-    """One turn as the trainer requests it: the request's body, session id and trace context.
+    """One turn as the trainer requests it: the request's body, session id, trace context, images.
 
     All tries of the turn carry the same request id.
     """
@@ -148,6 +152,7 @@ class ClientTurn:
     body: GatewayGenerateBody
     session_id: str = ""
     trace: TraceContext | None = None
+    images: tuple[Image, ...] = ()
 
     @property
     def request_id(self) -> str:
@@ -174,7 +179,8 @@ class GroupOptions(TypedDict, total=False):
     them at most. priority: turns of a lower number go first. job: name under which the trainer
     registered, by default the client's `job`. traceparent: W3C header of the trace that the turn
     belongs to, by default that of the caller's OpenTelemetry span; a malformed one counts as none.
-    routed_experts: True if the turn is to have the experts that the model's router chose.
+    routed_experts: True if the turn is to have the experts that the model's router chose. images:
+    files of those in the prompt, in order; each gateway is sent each of them once.
     """
 
     min_version: int | None
@@ -183,6 +189,7 @@ class GroupOptions(TypedDict, total=False):
     job: str
     traceparent: str
     routed_experts: bool
+    images: Sequence[bytes]
 
 
 class SessionOptions(GroupOptions, total=False):
@@ -225,7 +232,9 @@ def ask_for(
         hedges=options.get("hedges") or None,
         job=options.get("job") or None,
         routed_experts=options.get("routed_experts", False),
+        return_token_ids=bool(options.get("images")),
     )
     named = options.get("traceparent", "")
     trace = parsed(named) if named else current_trace()
-    return ClientTurn(body, options.get("session_id", ""), trace)
+    images = tuple([Image.of(data) for data in options.get("images", ())])
+    return ClientTurn(body, options.get("session_id", ""), trace, images)

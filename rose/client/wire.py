@@ -71,6 +71,7 @@ def decode_turn(body: bytes, trace_id: str = "") -> Turn:
         trace_id=trace_id,
         top_logprobs=checked_top(choice.top_logprobs, len(choice.token_ids)),
         npy=choice.routed_experts,
+        prompt_token_ids=answer.prompt_token_ids,
     )
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec import Struct, field
 
 from elastic_scheduler import Segment, VersionSpan
-from rose.contract.fields import TokenId
+from rose.contract.fields import Sha256, TokenId
 from rose.contract.replica import Sampling
 
 if TYPE_CHECKING:
@@ -78,11 +78,18 @@ class TurnFields(Struct, gc=False, kw_only=True, omit_defaults=True):
     routed_experts: bool | None = False
 
 
+class ImageName(Struct, frozen=True, gc=False):
+    """Name of an image whose bytes were sent before: their hash."""
+
+    sha256: Sha256
+
+
 class GatewayGenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True):
     """Request body of `generate`: a turn from prompt token ids.
 
     A second request with the same request id and body joins the first one's turn. `packed`: the
-    answer has its top logprobs as bytes (`TopLogprobs`).
+    answer has its top logprobs as bytes (`TopLogprobs`). `images`: those in the prompt, in order,
+    each as base64 of its file, or by its hash if the job sent the bytes before.
     """
 
     request_id: str
@@ -90,6 +97,8 @@ class GatewayGenerateBody(TurnFields, gc=False, kw_only=True, omit_defaults=True
     sampling_params: Sampling
     priority: int = 0
     packed: bool = False
+    return_token_ids: bool = False
+    images: tuple[bytes | ImageName, ...] = ()
 
 
 class Version(Struct, gc=False, omit_defaults=True):
@@ -163,7 +172,8 @@ class Choice(Struct, gc=False):
 class TurnAnswer(Struct, gc=False, kw_only=True):
     """Answer to `generate` without a stream: one turn with its version spans and replica segments.
 
-    Spans and segments are ranges [start, end) of output tokens.
+    Spans and segments are ranges [start, end) of output tokens. `prompt_token_ids`: the prompt with
+    the tokens of its images, if `return_token_ids` asks for it.
     """
 
     versions: list[Version]
@@ -171,6 +181,7 @@ class TurnAnswer(Struct, gc=False, kw_only=True):
     attempts: int
     request_id: str
     choices: list[Choice]
+    prompt_token_ids: tuple[int, ...] | None = None
 
 
 class StreamChoice(Struct, gc=False):
@@ -205,7 +216,8 @@ class GatewayRefusal(Struct, frozen=True):
 class StreamEvent(Struct, gc=False):
     """One event (`data:` line) of a streamed answer: new tokens, their versions, or an error.
 
-    Spans count tokens from the first one of this answer.
+    Spans count tokens from the first one of this answer. `prompt_token_ids`: as in TurnAnswer, in
+    the first event.
     """
 
     choices: list[StreamChoice] = []
@@ -213,6 +225,7 @@ class StreamEvent(Struct, gc=False):
     segments: tuple[Segment, ...] | None = None
     attempts: int = 0
     error: GatewayFault | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
 
 
 class NamesBody(Struct, omit_defaults=True):

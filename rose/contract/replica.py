@@ -3,6 +3,7 @@
 generate          GenerateBody ──► StreamLine, one JSON a line; before the first: a Refusal
 generate_batch    BatchBody ──► BatchLine, one JSON a line, of all its turns as they come
 generate_batch/…  LeaveBody: some of them are not wanted any more
+images            an image's bytes ──► ImageHeld; turns then name it by its hash
 POOLING           vLLM's bodies and answers ──► behind the same lease
 drain, admit      EpochBody ──► Drained, Admitted
 state             ──► ReplicaState
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Final, Self
 
-from msgspec import Meta, Struct, structs
+from msgspec import UNSET, Meta, Struct, UnsetType, structs
 
 from rose.contract.fields import (
     UNVERSIONED,
@@ -26,11 +27,13 @@ from rose.contract.fields import (
     Name,
     PolicyVersion,
     SampledId,
+    Sha256,
     TokenId,
 )
 
 MAX_BODY_BYTES: Final = 4 << 20
 MAX_CONTROL_BYTES: Final = 256 << 10
+MAX_IMAGE_BYTES: Final = 16 << 20
 # A line holds one step's tokens; anything near this is not one.
 MAX_LINE_BYTES: Final = 1 << 20
 
@@ -38,8 +41,11 @@ ROUTES: Final = "/rose/v1/"
 GENERATE: Final = f"{ROUTES}generate"
 GENERATE_BATCH: Final = f"{ROUTES}generate_batch"
 LEAVE_BATCH: Final = f"{GENERATE_BATCH}/leave"
+IMAGES: Final = f"{ROUTES}images"
 # All routes of turns.
-TURNS: Final = (GENERATE, GENERATE_BATCH, LEAVE_BATCH)
+TURNS: Final = (GENERATE, GENERATE_BATCH, LEAVE_BATCH, IMAGES)
+NO_IMAGE: Final = 428
+"""HTTP status for a turn that names an image whose bytes have to be sent first."""
 MAX_BATCH_TURNS: Final = 256
 MOST_OFFERS: Final = 64
 # vLLM's own routes for models that are not generative, for the callers of turns.
@@ -147,6 +153,8 @@ class GenerateBody(Struct, frozen=True, gc=False):
     """Request body of `generate`: a turn, or the rest of one whose tokens so far end the prompt.
 
     job: whose policy is to run; a replica that another job leases refuses the turn. Empty: any job.
+    images: those in the prompt, in order. The prompt has the tokens of each, as the model's
+    processor writes them, or one placeholder in their place.
     """
 
     request_id: Name
@@ -155,6 +163,13 @@ class GenerateBody(Struct, frozen=True, gc=False):
     cache_salt: Name | None = None
     priority: Int32 = 0
     job: Name = ""
+    images: tuple[Sha256, ...] | UnsetType = UNSET
+
+
+class ImageHeld(Struct, frozen=True):
+    """Answer to `images`: the hash of the bytes, by which turns may name the image from now on."""
+
+    sha256: Sha256
 
 
 PromptLogprobs = list[list[tuple[TokenId, float, int | None]] | None]
@@ -165,6 +180,8 @@ PROMPT_PLACES: Final = 2_048
 """Most prompt tokens in one line; with 20 alternatives each, a line stays below MAX_LINE_BYTES."""
 MOST_LOGPROBS: Final = 1_024
 """Most likely tokens whose logprobs a turn may request, at each token."""
+PROMPT_IDS: Final = 65_536
+"""Most prompt token ids in one line."""
 
 
 @cache
@@ -204,7 +221,8 @@ class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     each token the `Sampling.logprobs` most likely ones, most likely first, as little-endian arrays:
     their ids (int32), then their logprobs (float32). `routed_experts`: of the position before each
     token; those of earlier positions come in lines of their own, before the first token, and are of
-    the same version.
+    the same version. `prompt_token_ids`: the prompt with the tokens of its images in the place of
+    placeholders, in the first lines, of at most PROMPT_IDS each.
     """
 
     token_ids: list[SampledId] = []
@@ -216,6 +234,7 @@ class StreamLine(Struct, frozen=True, gc=False, omit_defaults=True):
     prompt_logprobs: PromptLogprobs | None = None
     top_logprobs: bytes | None = None
     routed_experts: RoutedExperts | None = None
+    prompt_token_ids: list[TokenId] | None = None
 
 
 BatchPlace = Annotated[int, Meta(ge=0, lt=MAX_BATCH_TURNS)]

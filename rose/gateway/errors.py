@@ -13,6 +13,7 @@ RefusedError
     ├── BodyTooLarge           413
     ├── BodyEncoded            415
     ├── EnginesEnded           422
+    ├── ImageMissing           428
     ├── QueueFull              429, Retry-After
     ├── NoReplica              503, Retry-After
     └── DeadlinePassed         504
@@ -25,6 +26,7 @@ one, which was never raised, and code that raises a kept one raises a `fresh` co
 from copy import copy
 from typing import TypeVar
 
+from rose.contract.replica import NO_IMAGE
 from rose.errors import RefusedError
 
 E = TypeVar("E", bound=BaseException)
@@ -123,6 +125,13 @@ class EnginesEnded(TurnError):  # noqa: N818 - a state, as in the tree above
 
     status = 422
     kind = "UnprocessableEntityError"
+
+
+class ImageMissing(TurnError):  # noqa: N818 - a state, as in the tree above
+    """Error 428: an image is named by its hash, and its bytes are not here."""
+
+    status = NO_IMAGE
+    kind = "PreconditionRequiredError"
 
 
 class BodyTooSlow(TurnError):  # noqa: N818 - a state, as in the tree above

@@ -56,6 +56,7 @@ from rose.gateway.http_requests import (
     own_job,
     refusal_headers,
 )
+from rose.gateway.images import KeptImages
 from rose.gateway.replicas.dispatcher import Dispatcher
 from rose.gateway.sessions import KeptSessions
 from rose.gateway.stats import GatewayHealth, GatewayStatus
@@ -64,6 +65,7 @@ from rose.gateway.turns.hedging import Hedging
 from rose.gateway.turns.runner import SharedTurn, SharedTurns, TurnRunner
 from rose.gateway.turns.token_stream import TokenStream, all_finished
 from rose.process.http_port import Connections, LimitLog, connections_allowed
+from rose.security.callers import Caller
 from rose.tracing import NO_SPANS, Spans, trace_of
 
 SWEEP_S = 0.1
@@ -104,12 +106,17 @@ class GatewayServer:
         self._calls = pooling.WholeCalls(dispatcher, upstream)
         runner = TurnRunner(dispatcher, upstream, self._hedging, spans)
         self._turns = SharedTurns(dispatcher, runner)
+
+        def owned(caller: Caller, job: str) -> str:
+            return dispatcher.jobs.owner(own_job(caller, job))
+
         self._sessions = KeptSessions(
             settings.sessions_bytes,
             settings.session_idle_s,
             asyncio.get_running_loop().time,
-            lambda caller, job: dispatcher.jobs.owner(own_job(caller, job)),
+            owned,
         )
+        self._images = KeptImages(settings.images_bytes, owned)
         self._limits = LimitLog(on_event, asyncio.get_running_loop().time)
         self._bodies = Bodies(settings.max_body_bytes, settings.body_timeout_s, self._limits)
         self.connections = Connections(
@@ -127,7 +134,7 @@ class GatewayServer:
         app = web.Application(client_max_size=0)
         post, get = app.router.add_post, app.router.add_get
         kinds = (VllmFrontend, SglangFrontend, CompletionFrontend, ChatFrontend, ResponsesFrontend)
-        parts = self._model, self._settings.max_completions, self._sessions
+        parts = self._model, self._settings.max_completions, self._sessions, self._images
         messages = MessagesFrontend(*parts)
         for frontend in (*(kind(*parts) for kind in kinds), messages):
             post(frontend.path, self._handler(frontend, partial(self._serve, frontend)))

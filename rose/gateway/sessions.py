@@ -20,6 +20,7 @@ import msgspec
 
 from elastic_scheduler import VersionSpan
 from rose.contract.gateway import (
+    ImageName,
     SessionTrajectory,
     TrajectoryPlace,
     TrajectoryTurn,
@@ -44,7 +45,7 @@ class KeptTurn:
     as.
 
     start: digest of all that the prompt depends on besides its messages. first: digest up to the
-    first message. history: digest up to the answer.
+    first message. history: digest up to the answer. images: hashes of those in the whole prompt.
     """
 
     name: str
@@ -57,6 +58,7 @@ class KeptTurn:
     first: bytes
     history: bytes
     message: bytes
+    images: tuple[str, ...] = ()
 
     @property
     def size_bytes(self) -> int:
@@ -224,7 +226,7 @@ class PendingTurn:
     """Turn of a session from its request to its answer.
 
     start: digest of all that the prompt depends on besides its messages. after: place of the kept
-    turn that it goes on from, None if it begins a trajectory.
+    turn that it goes on from, None if it begins a trajectory. images: hashes of the prompt's.
     """
 
     _sessions: KeptSessions
@@ -232,6 +234,7 @@ class PendingTurn:
     _session: KeptSession
     start: bytes
     after: Place | None = None
+    images: tuple[str, ...] = ()
     _digests: list[bytes] = field(default_factory=list)
     _new: list[int] = field(default_factory=list)
     _kept_tokens: int = 0
@@ -250,6 +253,10 @@ class PendingTurn:
             )
         self.after = place
         return place.turn
+
+    def kept_images(self) -> list[ImageName]:
+        """Return the names of the images in the prompt of the turn that it goes on from."""
+        return [ImageName(name) for name in self.after.turn.images] if self.after else []
 
     def follows(self) -> Follows:
         """Return what the tokenizer's worker needs to find the kept turn that messages follow."""
@@ -291,6 +298,8 @@ class PendingTurn:
         if not self._digests:
             return None
         first, last = self._digests
+        if stream.expanded is not None:
+            self._new = stream.expanded[self._kept_tokens :]
         turn = KeptTurn(
             name,
             array("q", self._new),
@@ -302,6 +311,7 @@ class PendingTurn:
             first if self.after is None else self.after.turn.first,
             digest_after(last, message),
             msgspec.json.encode(message),
+            self.images,
         )
         place = self._sessions.keep(self._key, turn, self.after)
         why = self._why if place.trajectory.index else ""

@@ -72,6 +72,7 @@ class GatewaySettings:
     answers_kept: int = 4_096
     answers_bytes: int = 256 << 20
     sessions_bytes: int = 256 << 20
+    images_bytes: int = 512 << 20
     session_idle_s: float = 3_600.0
     max_connections: int | None = None
     head_timeout_s: float = 10.0
@@ -172,6 +173,7 @@ COUNTS = (
     "answers-kept",
     "answers-bytes",
     "sessions-bytes",
+    "images-bytes",
     "max-connections",
     "max-prompt-chars",
 )

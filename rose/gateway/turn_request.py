@@ -16,6 +16,7 @@ from rose.contract.gateway import MAX_REQUEST_ID_CHARS
 from rose.contract.replica import MOST_LOGPROBS, Sampling
 from rose.gateway.errors import BadRequest
 from rose.gateway.text_codec import TextPlan
+from rose.images import Image
 from rose.tracing import TraceContext
 
 MAX_NUMBER = 1 << 63
@@ -108,6 +109,7 @@ class TurnRequest:
     for token ids alone. batch: True for one of several turns that its caller waits for together.
     life: random part of attempt ids, which tells this turn from earlier, failed ones of the same
     id. job: job of the replica's lease, once the turn has a place; `origin.job` may be a label.
+    images: those in the prompt, in order.
     """
 
     request_id: str
@@ -125,6 +127,7 @@ class TurnRequest:
     life: str = field(default_factory=lambda: secrets.token_hex(4))
     job: str = ""
     prefix_keys: tuple[int, ...] | None = None
+    images: tuple[Image, ...] = ()
 
     @property
     def name(self) -> str:
@@ -208,9 +211,12 @@ class TurnRequest:
         other hashes.
         """
         if self.prefix_keys is None:
-            salt = f"{self.origin.scope}\n{self.cache_salt or ''}"
+            salt = f"{self.origin.scope}\n{self.cache_salt or ''}{self._hashes() or ''}"
             self.prefix_keys = prefix_keys(self.token_ids, salt)
         return self.prefix_keys
+
+    def _hashes(self) -> tuple[str, ...]:
+        return tuple([image.sha256 for image in self.images])
 
     def fingerprint(self) -> int:
         """Return a hash that is equal for requests that ask for the same tokens, whatever their
@@ -221,6 +227,6 @@ class TurnRequest:
         stop = None if self.text is None else self.text.stop
         asked = (self.token_ids, self.sampling, self.min_version, self.exact_version, stop)
         try:
-            return hash(_encode((*asked, self.cache_salt)))
+            return hash(_encode((*asked, self.cache_salt, *self._hashes())))
         except (OverflowError, UnicodeEncodeError) as error:
             raise BadRequest(f"a number or text of the request is out of range: {error}") from error

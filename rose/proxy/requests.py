@@ -14,7 +14,15 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from rose.contract.replica import MAX_BODY_BYTES, POOLING, TURNS, Fault, Refusal
+from rose.contract.replica import (
+    IMAGES,
+    MAX_BODY_BYTES,
+    MAX_IMAGE_BYTES,
+    POOLING,
+    TURNS,
+    Fault,
+    Refusal,
+)
 from rose.errors import RoseError
 
 PATHS: Final = frozenset(path.encode() for path in (*TURNS, *POOLING))
@@ -86,7 +94,7 @@ def passed(
         raise PassRefusedError(404, "not_found", "only turns pass here")
     if any(field == b"upgrade" for field, _ in headers):
         raise PassRefusedError(400, "bad_request", "only HTTP is spoken here")
-    length = _length(headers)
+    length = _length(headers, MAX_IMAGE_BYTES if path == IMAGES.encode() else MAX_BODY_BYTES)
     lines = [b"POST %b%b HTTP/1.1" % (path, query), b"host: 127.0.0.1:%d" % port]
     lines += [b"%b: %b" % field for field in headers if field[0] in PASSED]
     lines += [b"content-length: %d" % length, b"", b""]
@@ -102,9 +110,9 @@ def _parted(target: bytes) -> tuple[bytes, bytes, bytes]:
     return unquote_to_bytes(name), slash + path, mark + query
 
 
-def _length(headers: Headers) -> int:
+def _length(headers: Headers, most: int) -> int:
     """Return the body's length from its one Content-Length header, so that engine and proxy agree
-    on its end. Raises PassRefusedError.
+    on its end. Raises PassRefusedError for one above `most` too.
     """
     said = [value for name, value in headers if name == b"content-length"]
     if any(name == b"transfer-encoding" for name, _ in headers) or len(said) != 1:
@@ -112,6 +120,6 @@ def _length(headers: Headers) -> int:
     if not said[0].isdigit():
         raise PassRefusedError(400, "bad_request", "the length of the body is no number")
     # Python takes long to convert a long run of digits.
-    if len(said[0]) > 12 or int(said[0]) > MAX_BODY_BYTES:
-        raise PassRefusedError(413, "too_large", f"a body has at most {MAX_BODY_BYTES} bytes")
+    if len(said[0]) > 12 or int(said[0]) > most:
+        raise PassRefusedError(413, "too_large", f"a body has at most {most} bytes")
     return int(said[0])

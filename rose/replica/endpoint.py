@@ -2,6 +2,7 @@
 
 POST /rose/v1/generate        tokens in, stamped tokens out
 POST /rose/v1/generate_batch  several turns in one request; …/leave cancels some
+POST /rose/v1/images          an image that turns then name by its hash
 POST /rose/v1/drain | admit   lease epochs open and close admission
 POST /rose/v1/weights/apply   the next policy version
 POST /rose/v1/weights/audit   digests of all live weights
@@ -16,6 +17,7 @@ then, and nothing is done. Loaded by vLLM's own option,
 `--middleware=rose.replica.endpoint.EndpointMount`.
 """
 
+import asyncio
 import logging
 import os
 from argparse import Namespace
@@ -33,6 +35,7 @@ from rose.contract import replica as contract
 from rose.contract import weights
 from rose.contract.replica import MAX_BODY_BYTES, GenerateBody, StreamLine
 from rose.errors import decoded
+from rose.images import NOT_AN_IMAGE, Image, is_image
 from rose.replica.admission import Admission, AdmissionError, EpochAheadError, StaleEpochError
 from rose.replica.asgi import (
     ROLES,
@@ -87,6 +90,9 @@ class GenerateApp:
         """Serve one POST request: a turn, a batch of turns, or the cancellation of some turns of a
         batch.
         """
+        if scope["path"] == contract.IMAGES:
+            await self._hold_image(receive, send)
+            return
         decoder = _BODIES.get(scope["path"], _BODY)
         try:
             body = decoded(decoder, await read_body(receive, MAX_BODY_BYTES))
@@ -113,7 +119,28 @@ class GenerateApp:
             await refuse(send, 503, "draining", shut)
             return
         assert self.turns is not None
+        if missing := self.turns.missing_image(body):
+            await refuse(send, contract.NO_IMAGE, "no_image", missing)
+            return
         await self.turns.serve(self.turns.open(body, trace_in(scope)), receive, send)
+
+    async def _hold_image(self, receive: Receive, send: Send) -> None:
+        """Keep the image in a request's body for turns that name it."""
+        try:
+            data = await read_body(receive, contract.MAX_IMAGE_BYTES)
+        except ClientGoneError:
+            return
+        except BodyTooLargeError as error:
+            await refuse(send, 413, "too_large", f"images: {error}")
+            return
+        if self.turns is None or not self._admission.open:
+            await refuse(send, 503, "draining", self.shut(""))
+        elif why := self.turns.no_images or ("" if is_image(data) else NOT_AN_IMAGE):
+            await refuse(send, 400, "bad_request", why)
+        else:
+            image = await asyncio.to_thread(Image.of, data)
+            self.turns.images.add(image)
+            await reply(send, 200, contract.ImageHeld(image.sha256))
 
     async def _serve_batch(self, body: contract.BatchBody, receive: Receive, send: Send) -> None:
         # Nothing is awaited either until all turns are open.
@@ -126,6 +153,9 @@ class GenerateApp:
         for place, turn in enumerate(body.turns):
             if shut[place]:
                 refused.append(contract.BatchLine(place, StreamLine(message=shut[place]), 503))
+            elif missing := self.turns.missing_image(turn):
+                line = StreamLine(message=missing)
+                refused.append(contract.BatchLine(place, line, contract.NO_IMAGE))
             else:
                 opened[place] = self.turns.open(turn)
         await self._batches.serve(self.turns, body.batch, opened, refused, receive, send)

@@ -22,6 +22,7 @@ from rose.contract.replica import (
     Sampling,
     StreamLine,
 )
+from rose.images import Image
 from rose.replica.token_versions import KvStaleness, Span
 from rose.tracing import TraceContext
 
@@ -64,10 +65,11 @@ class StampedRequest(ABC):
     """Request that is registered in an engine; each of its tokens comes with the policy version
     that sampled it.
 
-    Call `next` until it finishes, or abort it. tokens: number of output tokens so far.
+    Call `next` until it finishes, or abort it. tokens: number of output tokens so far. expanded:
+    the prompt with the tokens of its images, if the request had placeholders for them.
     """
 
-    __slots__ = ("_ages", "_began", "_wants_prompt", "id", "tokens")
+    __slots__ = ("_ages", "_began", "_wants_prompt", "expanded", "id", "tokens")
 
     def __init__(
         self, name: str, ages: KvStaleness, began: int, wants_prompt: bool = False
@@ -77,6 +79,7 @@ class StampedRequest(ABC):
         """
         self.id = name
         self.tokens = 0
+        self.expanded: list[int] | None = None
         self._ages = ages
         self._began = began
         self._wants_prompt = wants_prompt
@@ -286,15 +289,22 @@ class ReplicaEngine(Protocol):
         weights.
         """
 
+    @property
+    def no_images(self) -> str:
+        """Reason why the engine takes no images, which begins with the field's name; "" if it
+        does.
+        """
+
     async def start(
         self,
         body: GenerateBody,
         ages: KvStaleness,
         trace: TraceContext | None = None,
         adapter: HeldAdapter | None = None,
+        images: Sequence[Image] = (),
     ) -> StampedRequest:
-        """Register a turn in the engine, with one of its adapters if any, and return its request.
-        Raises RequestRefusedError.
+        """Register a turn in the engine, with one of its adapters and its images if any, and return
+        its request. Raises RequestRefusedError.
         """
 
     async def abort(self, requests: Sequence[Any]) -> None:

@@ -14,7 +14,8 @@ import msgspec
 from msgspec import structs
 from starlette.types import Receive, Send
 
-from rose.contract.replica import GenerateBody, StreamLine
+from rose.contract.replica import PROMPT_IDS, GenerateBody, StreamLine
+from rose.images import Image, ImageCache
 from rose.replica.admission import TurnGate
 from rose.replica.asgi import ClientGoneError, refuse, until_gone
 from rose.replica.engine import (
@@ -27,6 +28,8 @@ from rose.replica.token_versions import KvStaleness, UnknownVersionError
 from rose.tracing import TraceContext
 
 START_POLL_S: Final = 0.001
+# Files of images that are kept for turns that name them.
+IMAGES_BYTES: Final = 512 << 20
 _encode_lines = msgspec.json.Encoder().encode_lines
 
 
@@ -41,6 +44,7 @@ class ReplicaTurn:
     _ages: KvStaleness
     _adapter_of: Callable[[str], HeldAdapter | None]
     _trace: TraceContext | None = None
+    _images: Sequence[Image] = ()
     _client_gone: bool = False
     _unheard: bool = False
     _moves: bool = False
@@ -85,7 +89,8 @@ class ReplicaTurn:
 
     async def _start(self, body: GenerateBody) -> StampedRequest:
         self.adapter = self._adapter_of(body.job)
-        request = await self._engine.start(body, self._ages, self._trace, self.adapter)
+        images = {"images": self._images} if self._images else {}
+        request = await self._engine.start(body, self._ages, self._trace, self.adapter, **images)
         self.request = request
         if self._moves:
             await self._engine.abort([request])
@@ -134,6 +139,11 @@ class ReplicaTurn:
         Raises ClientGoneError.
         """
         assert self.request is not None
+        if prompt := self.request.expanded:
+            self.request.expanded = None
+            self._body = structs.replace(self._body, token_ids=prompt)
+            starts = range(0, len(prompt), PROMPT_IDS)
+            return [StreamLine(prompt_token_ids=prompt[a : a + PROMPT_IDS]) for a in starts]
         failures: tuple[type[Exception], ...] = (*self._engine.failures, UnknownVersionError)
         try:
             delta = await self.request.next()
@@ -180,11 +190,13 @@ class Turns:
     """Open turns of a replica: it opens, streams, counts and revokes them.
 
     hold: gate that holds back new turns during an update. ages: activations of policy versions.
-    adapters: newest adapter of each job, with which its turns begin.
+    adapters: newest adapter of each job, with which its turns begin. images: those that turns may
+    name.
     """
 
     def __init__(self, engine: ReplicaEngine) -> None:
         self._engine = engine
+        self.images = ImageCache(IMAGES_BYTES)
         self._live: set[ReplicaTurn] = set()
         self._past_tokens = 0
         self._left = asyncio.Event()
@@ -209,9 +221,22 @@ class Turns:
 
     def open(self, body: GenerateBody, trace: TraceContext | None = None) -> ReplicaTurn:
         """Return a new turn, which a drain from now on revokes; `serve` or `begin` starts it."""
-        turn = ReplicaTurn(self._engine, body, self.ages, self._adapter_of, trace)
+        images = [image for each in body.images or () if (image := self.images.find(each))]
+        turn = ReplicaTurn(self._engine, body, self.ages, self._adapter_of, trace, images)
         self._live.add(turn)
         return turn
+
+    @property
+    def no_images(self) -> str:
+        """Reason why the engine takes no images, "" if it does."""
+        return self._engine.no_images
+
+    def missing_image(self, body: GenerateBody) -> str:
+        """Return a line that names the first image of the turn that is not here, "" for none."""
+        if not body.images:
+            return ""
+        missing = next((each for each in body.images if self.images.find(each) is None), "")
+        return f"images: {missing} is not here: send its bytes first" if missing else ""
 
     def _adapter_of(self, job: str) -> HeldAdapter | None:
         """Return the job's newest adapter; that of the only job for a turn that names none."""

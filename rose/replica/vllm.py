@@ -47,6 +47,7 @@ from rose.contract.replica import (
     StructuredOutputs,
     top_rows,
 )
+from rose.images import Image
 from rose.replica.engine import (
     BAD_REQUEST,
     MOST_WARM_UP_TOKENS,
@@ -240,6 +241,7 @@ class VllmRequest(StampedRequest):
         ages: KvStaleness,
         trace: TraceContext | None = None,
         adapter: HeldAdapter | None = None,
+        images: Sequence[Image] = (),
     ) -> Self:
         """Check and register a turn in the engine and return its request. Raises
         RequestRefusedError.
@@ -252,13 +254,23 @@ class VllmRequest(StampedRequest):
         if start is not None and not (gives_routes and start < len(body.token_ids)):
             raise RequestRefusedError(BAD_REQUEST, NO_ROUTES)
         ends = () if body.sampling.ignore_eos else ends_of(engine)
+        prompt, ids = None, body.token_ids
+        if images:
+            from rose.replica import vllm_images
+
+            prompt = await vllm_images.image_input(engine, ids, images)
+            ids = prompt["prompt_token_ids"]
         began = ages.current if adapter is None else adapter.version
         salt = ages.salted(body.cache_salt)
+        if prompt is None:
+            prompt = tokens_input(ids, cache_salt=salt)
+        else:
+            vllm_images.stamp(prompt, ages, salt)
         try:
             collector = await engine.add_request(
                 body.request_id,
-                tokens_input(body.token_ids, cache_salt=salt),
-                _parameters(body.sampling, ends, len(body.token_ids) if gives_routes else None),
+                prompt,
+                _parameters(body.sampling, ends, len(ids) if gives_routes else None),
                 priority=body.priority,
                 **_traced(engine, trace),
                 **({} if adapter is None else {"lora_request": _slot_of(adapter)}),
@@ -272,7 +284,7 @@ class VllmRequest(StampedRequest):
         sampling = body.sampling
         needs_state = sampling.logprobs or sampling.routed_experts_prompt_start is not None
         states = engine.output_processor.request_states if needs_state else {}
-        return cls(
+        request = cls(
             collector,
             # A request has one adapter from its first token to its last.
             [(str(began), 0)] if adapter else stamps_of(engine).starts(collector),
@@ -280,8 +292,11 @@ class VllmRequest(StampedRequest):
             began,
             sampling,
             states.get(collector.request_id),
-            len(body.token_ids),
+            len(ids),
         )
+        if len(ids) != len(body.token_ids):
+            request.expanded = ids
+        return request
 
     async def next(self) -> OutputDelta:
         output = self._collector.get_nowait() or await self._collector.get()
@@ -393,14 +408,24 @@ class VllmEngine:
         # One slot is for the reference of a version that comes.
         return 0 if config is None else int(config.max_loras) - 1
 
+    @property
+    def no_images(self) -> str:
+        try:
+            from rose.replica import vllm_images
+
+            return vllm_images.why_none(self._engine)
+        except (ImportError, AttributeError):
+            return "images: this version of vLLM takes none from ROSE"
+
     async def start(
         self,
         body: GenerateBody,
         ages: KvStaleness,
         trace: TraceContext | None = None,
         adapter: HeldAdapter | None = None,
+        images: Sequence[Image] = (),
     ) -> VllmRequest:
-        return await VllmRequest.start(self._engine, body, ages, trace, adapter)
+        return await VllmRequest.start(self._engine, body, ages, trace, adapter, images)
 
     async def abort(self, requests: Sequence[VllmRequest]) -> None:
         if requests:

@@ -1,7 +1,8 @@
 """Conversation of a chat request, in the form in which vLLM 0.32 passes it to a chat template.
 
-Content is text, or a list of parts if the template loops over them. A message keeps the fields that
-vLLM knows. Any other content is refused by name: nothing becomes Python's repr or "None".
+Content is text, or a list of parts if the template loops over them; an image is a part with the
+hash of its file. A message keeps the fields that vLLM knows. Any other content is refused by name:
+nothing becomes Python's repr or "None".
 """
 
 import json
@@ -50,21 +51,18 @@ def digest_after(before: bytes, message: object) -> bytes:
     text, marks for caches and ids of calls make no difference.
     """
     found = _message(message, as_parts=True)
-    text = _text(
-        [*filter(_shown, found["content"])] if found["role"] != "tool" else found["content"]
-    )
+    parts = [] if found["role"] == "tool" else found["content"]
+    shown_parts = [part.get("text", "\0") for part in parts]
+    text = "\n".join(filter(None, shown_parts)) if found["role"] != "tool" else found["content"]
+    images = [part["sha256"] for part in parts if "text" not in part]
     if found["role"] == "assistant":
         text = text.strip()
     calls = [
         [c["function"].get("name"), c["function"]["arguments"]] for c in found.get("tool_calls", ())
     ]
     more = [found.get(name) for name in ("name", "task", "reasoning", "tools")]
-    shown = json.dumps([found["role"], text, calls, more], sort_keys=True)
+    shown = json.dumps([found["role"], text, calls, more, *images], sort_keys=True)
     return blake2b(before + shown.encode(), digest_size=16).digest()
-
-
-def _shown(part: dict[str, Any]) -> bool:
-    return bool(part["text"])
 
 
 def _message(message: object, as_parts: bool) -> dict[str, Any]:
@@ -82,6 +80,9 @@ def _message(message: object, as_parts: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"role": role}
     if as_parts and role != "tool":
         result["content"] = parts
+    elif any("text" not in part for part in parts):
+        where = "a tool's message" if role == "tool" else "the chat template, which takes text"
+        raise TemplateError(f"{where} has no place for an image")
     else:
         # vLLM drops an empty text if content is not a list of parts.
         result["content"] = "\n".join(part["text"] for part in parts if as_parts or part["text"])
@@ -113,8 +114,12 @@ def _part(part: object) -> dict[str, Any] | None:
     if isinstance(part, str):
         return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(part, dict) and kind == "image" and isinstance(part.get("sha256"), str):
+        return {"type": "image", "sha256": part["sha256"]}
     if not isinstance(part, dict) or kind not in _TEXTS or part.get("uuid") is not None:
-        raise TemplateError("content has a part that is not text: this gateway takes text alone")
+        raise TemplateError(
+            f"content has a part of type {kind!r:.40}: this gateway takes text and images alone"
+        )
     text = part.get(_TEXTS[kind])
     if text is None and kind in ("text", "refusal"):
         return None
@@ -179,7 +184,11 @@ def _one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if isinstance(content, str):
+        return content
+    if any("text" not in part for part in content):
+        raise TemplateError("a system's message has no place for an image beside another one")
+    return "\n".join(part["text"] for part in content)
 
 
 def takes_parts(template: ast.Node) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 import json
 import struct
 from collections.abc import Awaitable, Callable
@@ -27,6 +28,20 @@ def route_row(token: int) -> bytes:
 def routes(token: int) -> list[Any]:
     """Return the experts of a token's position as a line has them."""
     return [2, 3, 1, base64.b64encode(route_row(token)).decode()]
+
+
+PLACE = 70
+"""Token that stands for an image, in the place of which a replica puts IMAGE_TOKENS."""
+IMAGE_TOKENS = [71, 70, 70]
+
+
+def with_images(prompt: list[int]) -> list[int]:
+    """Return the prompt with the tokens of images in the place of each PLACE that is not one."""
+    made: list[int] = []
+    for token in prompt:
+        inside = made[-1:] in ([IMAGE_TOKENS[0]], [PLACE])
+        made += [token] if token != PLACE or inside else IMAGE_TOKENS
+    return made
 
 
 class StandInReplica:
@@ -55,6 +70,10 @@ class StandInReplica:
         self.draining = False
         self.bad_request = False
         self.gives_top = self.gives_routes = True
+        # Files of images by hash, and those that were sent, in order.
+        self.images: dict[str, bytes] = {}
+        self.sent_images: list[str] = []
+        self.takes_images = True
         self.stop_after: int | None = None
         self.script: list[int] = []
         self.requests: list[dict[str, Any]] = []
@@ -88,6 +107,7 @@ class StandInReplica:
         app.router.add_post("/rose/v1/generate", self._generate)
         app.router.add_post("/rose/v1/generate_batch", self._generate_batch)
         app.router.add_post("/rose/v1/generate_batch/leave", self._leave)
+        app.router.add_post("/rose/v1/images", self._hold_image)
         app.router.add_get("/rose/v1/state", self._state)
         for path in self.pools:
             app.router.add_post(path, self._pool)
@@ -136,6 +156,19 @@ class StandInReplica:
         http.transport.close()
         return response
 
+    async def _hold_image(self, http: web.Request) -> web.Response:
+        data = await http.read()
+        if not self.takes_images:
+            fault = {"error": {"message": "images: the engine's model takes none"}}
+            return web.json_response(fault, status=400)
+        name = hashlib.sha256(data).hexdigest()
+        self.images[name] = data
+        self.sent_images.append(name)
+        return web.json_response({"sha256": name})
+
+    def _missing(self, asked: dict[str, Any]) -> str:
+        return next((each for each in asked.get("images", ()) if each not in self.images), "")
+
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         asked = await http.json()
         self.requests.append(asked)
@@ -145,6 +178,8 @@ class StandInReplica:
             return web.json_response({"error": {"type": "draining", "message": "-"}}, status=503)
         if self.bad_request:
             return web.json_response({"error": {"message": "too long"}}, status=400)
+        if missing := self._missing(asked):
+            return web.json_response({"error": {"message": f"images: {missing}"}}, status=428)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(http)
         assert isinstance(http.transport, asyncio.Transport)
@@ -188,6 +223,8 @@ class StandInReplica:
 
             if self.bad_request or place == self.refuse_at:
                 await write({"message": "too long"}, 400)
+            elif missing := self._missing(turn):
+                await write({"message": f"images: {missing}"}, 428)
             else:
                 await self._stream(http, write, turn)
 
@@ -215,6 +252,10 @@ class StandInReplica:
     async def _of_prompt(self, write: Write, asked: dict[str, Any]) -> None:
         """Write what a turn asks for of its prompt, before its first token."""
         prompt, sampling = asked["token_ids"], asked["sampling"]
+        whole = with_images(prompt)
+        if asked.get("images") and whole != prompt:
+            for token in whole:
+                await write({"prompt_token_ids": [token]})
         if sampling.get("prompt_logprobs") is not None:
             places = [[[token, -token / 1000, 1]] for token in prompt]
             places[0] = None

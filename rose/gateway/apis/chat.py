@@ -19,9 +19,11 @@ from rose.gateway.apis.completions import OpenAIBody, OpenAIResponse, OpenAIWhol
 from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest
 from rose.gateway.apis.tools import FOUND, FoundTools, ToolChoice, checked_tools, found_tools
 from rose.gateway.errors import BadRequest
+from rose.gateway.images import image_parts, name_parts
 from rose.gateway.sessions import PendingTurn
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import TokenStream
+from rose.images import Image
 from rose.security.callers import ANYBODY, Caller
 from rose.tokenizer_pool.conversation import digest_after
 from rose.tokenizer_pool.worker import Chat, Variable, unpacked
@@ -154,6 +156,7 @@ class ChatFrontend(ApiFrontend):
         """
         self._model.check_name(asked.model)
         _check(asked, self._max_completions)
+        images = await self._images_of(asked, headers, caller)
         job, tools = self._job(asked, form)
         codec, session = self._model.need_codec("a conversation"), None
         if (named := frontend.session_of(headers, asked.session_id)) or form.previous:
@@ -161,6 +164,10 @@ class ChatFrontend(ApiFrontend):
             session = self._in_session(caller, job_name, named, job, form.previous)
         done = await codec.chat(job)
         prompt = session.prompt(done) if session else unpacked(done.token_ids[0])
+        if session and form.previous and (names := session.kept_images()):
+            images = (*await self._taken(names, asked, headers, caller), *images)
+        if session:
+            session.images = tuple([image.sha256 for image in images])
         called = None if asked.tool_choice == "none" else tools
         limit = asked.max_completion_tokens
         max_tokens = asked.max_tokens if limit is None else limit
@@ -169,11 +176,33 @@ class ChatFrontend(ApiFrontend):
         sampling = asked.sampling(self._model.budget(len(prompt), max_tokens), most)
         name, text = frontend.request_id_of(headers, asked.request_id), asked.text_plan(self._model)
         turns = frontend.turns_of(
-            asked, headers, name, [prompt], sampling, samples=asked.samples, text=text
+            asked,
+            headers,
+            name,
+            [prompt],
+            sampling,
+            samples=asked.samples,
+            text=text,
+            images=images,
         )
         chat = ChatRequest(asked, prompt, called, session, most)
         answer = answer_of(str(name[0]), self._model, chat)
-        return frontend.request_of(asked, headers, turns, answer, at_end=called is not None)
+        # A stream begins with the prompt, and the tokens of images are a replica's.
+        late = called is not None or bool(images and asked.return_token_ids)
+        return frontend.request_of(asked, headers, turns, answer, at_end=late)
+
+    async def _images_of(
+        self, asked: ChatBody, headers: Mapping[str, str], caller: Caller
+    ) -> tuple[Image, ...]:
+        """Return the images in the messages, which name them by hash from then on. Raises
+        TurnError.
+        """
+        messages, parts, given = image_parts(bytes(asked.messages))
+        if not given:
+            return ()
+        images = await self._taken(given, asked, headers, caller)
+        asked.messages = name_parts(messages, parts, images)
+        return images
 
     def _job(self, asked: ChatBody, form: ChatForm) -> tuple[Chat, bytes | None]:
         """Return the chat for the tokenizer to render, and JSON of its tools, None for none. Raises
@@ -356,16 +385,19 @@ class ChatAnswer(OpenAIResponse):
                 choices=self._choices,
                 usage=wire.TokenUsage(*self.usage(streams)),
                 prompt_logprobs=wire.prompt_places(streams[0]),
-                prompt_token_ids=self._prompt if self._ids else None,
+                prompt_token_ids=self._prompt_of(streams[0]),
                 prompt_text=None,
             )
         )
+
+    def _prompt_of(self, stream: TokenStream) -> list[int] | None:
+        return stream.expanded or self._prompt if self._ids else None
 
     def begin(self, streams: Sequence[TokenStream]) -> bytes:
         """Return the stream's first events: one for each choice, with the assistant's role and no
         text.
         """
-        more = {"prompt_token_ids": self._prompt if self._ids else None, "prompt_text": None}
+        more = {"prompt_token_ids": self._prompt_of(streams[0]), "prompt_text": None}
         return b"".join(
             self.chunk(
                 stream,

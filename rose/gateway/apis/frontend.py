@@ -30,9 +30,11 @@ from rose.contract.replica import MOST_LOGPROBS, Sampling
 from rose.errors import decoded
 from rose.gateway.apis.wire import DONE, ApiResponse, event, vllm_error
 from rose.gateway.errors import BadRequest, TurnError
+from rose.gateway.images import GivenImages, KeptImages
 from rose.gateway.sessions import KeptSessions
 from rose.gateway.text_codec import ServedModel, TextPlan
 from rose.gateway.turn_request import Origin, TurnRequest, sample_of
+from rose.images import Image
 from rose.security.callers import ANYBODY, Caller
 from rose.tracing import trace_of
 
@@ -81,11 +83,16 @@ class ApiFrontend:
     path: ClassVar[str]
 
     def __init__(
-        self, model: ServedModel, max_completions: int, sessions: KeptSessions | None = None
+        self,
+        model: ServedModel,
+        max_completions: int,
+        sessions: KeptSessions | None = None,
+        images: KeptImages | None = None,
     ) -> None:
         self._model = model
         self._max_completions = max_completions
         self._sessions = sessions
+        self._images = images
 
     async def read(
         self, body: bytes, headers: Mapping[str, str], caller: Caller = ANYBODY
@@ -94,6 +101,14 @@ class ApiFrontend:
         `caller`: owner of the session that the request may name.
         """
         raise NotImplementedError
+
+    async def _taken(
+        self, given: GivenImages, asked: TurnFields, headers: Mapping[str, str], caller: Caller
+    ) -> tuple[Image, ...]:
+        """Return the images of a request. Raises TurnError."""
+        if self._images is None:
+            raise BadRequest("images: this gateway takes none", "images")
+        return await self._images.taken(given, caller, job_of(headers, asked.job))
 
     def error(self, error: TurnError) -> bytes:
         """Return the JSON body of the error response for this error, in the API's shape."""
@@ -141,6 +156,7 @@ def turns_of(
     *,
     samples: int = 1,
     text: TextPlan | None = None,
+    images: tuple[Image, ...] = (),
 ) -> list[TurnRequest]:
     """Return the turns of a request: turn k is sample k mod `samples` of prompt k // `samples`.
 
@@ -172,6 +188,7 @@ def turns_of(
             named=named,
             text=text,
             batch=count > 1,
+            images=images,
         )
         for k, request_id in enumerate(given if isinstance(given, list) else several)
     ]

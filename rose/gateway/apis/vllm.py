@@ -1,7 +1,7 @@
 """vLLM's tokens in, tokens out: `POST /inference/v1/generate`, as vLLM 0.32 reads and writes it.
 
-Fields that vLLM does not have: `min_version`, `exact_version`, `timeout_s`, `resume_from` in;
-`versions`, `segments`, `attempts` out. The request id is returned as it was sent.
+Fields that vLLM does not have: `min_version`, `exact_version`, `timeout_s`, `resume_from`, `images`
+in; `versions`, `segments`, `attempts` out. The request id is returned as it was sent.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ import msgspec
 from msgspec import structs
 
 from elastic_scheduler import Segment
-from rose.contract.gateway import GENERATE, TopLogprobs, Version, versions_of
+from rose.contract.gateway import GENERATE, ImageName, TopLogprobs, Version, versions_of
 from rose.contract.replica import Sampling, sampling_of
 from rose.gateway.apis import frontend, wire
 from rose.gateway.apis.frontend import NOTHING, ApiFrontend, ApiRequest, GenerateFields
@@ -84,6 +84,7 @@ class _VllmBody(_VllmUnsupported, gc=False, kw_only=True):
     stream_options: wire.StreamOptions | None = None
     return_token_ids: bool | None = None
     packed: bool | None = None
+    images: list[bytes | ImageName] | None = None
 
 
 _decoder = msgspec.json.Decoder(_VllmBody)
@@ -111,7 +112,10 @@ class VllmFrontend(ApiFrontend):
         self._model.check_length(len(prompt))
         name = frontend.request_id_of(headers, asked.request_id)
         sampling = params.sampling(self._model.budget(len(prompt), params.max_tokens), most)
-        turns = frontend.turns_of(asked, headers, name, [prompt], sampling, samples=samples)
+        images = await self._taken(asked.images, asked, headers, caller) if asked.images else ()
+        turns = frontend.turns_of(
+            asked, headers, name, [prompt], sampling, samples=samples, images=images
+        )
         return frontend.request_of(
             asked, headers, turns, VllmAnswer(name[0], self._model.name, asked, most)
         )
@@ -185,8 +189,7 @@ class _TokensChunk(_VllmChunk, gc=False, kw_only=True):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class _LastChunk(_VllmChunk, gc=False, kw_only=True):
-    versions: list[Version]
+class _LastChunk(_TokensChunk, gc=False, kw_only=True):
     segments: tuple[Segment, ...]
     attempts: int
 
@@ -218,7 +221,7 @@ class VllmAnswer(wire.ApiResponse):
                 created=first.created,
                 usage=wire.TokenUsage(*self.usage(streams)),
                 prompt_logprobs=wire.prompt_places(first),
-                prompt_token_ids=self._prompt,
+                prompt_token_ids=self._prompt and (first.expanded or self._prompt),
                 choices=self._choices,
                 versions=versions_of(first.versions),
                 segments=first.segments,
@@ -230,6 +233,7 @@ class VllmAnswer(wire.ApiResponse):
         choice = self._choice(index, stream, start, end, _token_logprob)
         counts = self.usage_so_far(stream, end)
         chunk: _VllmChunk
+        prompt = self._prompt and (stream.expanded or self._prompt) if start == 0 else None
         usage = None if counts is None else wire.TokenUsage(*counts)
         spans = versions_of(stream.spans(start, end))
         if choice.finish_reason is not None:
@@ -238,11 +242,11 @@ class VllmAnswer(wire.ApiResponse):
                 usage=usage,
                 choices=[choice],
                 versions=spans,
+                prompt_token_ids=msgspec.UNSET if prompt is None else prompt,
                 segments=stream.segments,
                 attempts=stream.attempts,
             )
         else:
-            prompt = self._prompt if start == 0 else None
             chunk = _TokensChunk(
                 request_id=self._request_id,
                 usage=usage,

@@ -110,7 +110,10 @@ class ApiResponse:
     def usage(self, streams: Sequence[TokenStream]) -> tuple[int, int, int]:
         """Return the numbers of (prompt, total, completion) tokens of all turns."""
         completion = sum(len(stream.tokens) for stream in streams)
-        return self._prompt_tokens, self._prompt_tokens + completion, completion
+        # A prompt with images is the request's only one.
+        first = streams[0]
+        prompt = self._prompt_tokens if first.expanded is None else first.prompt_tokens
+        return prompt, prompt + completion, completion
 
     def usage_so_far(self, stream: TokenStream, end: int) -> tuple[int, int, int] | None:
         """Return (prompt, total, completion) tokens of one turn up to its token `end`; None unless

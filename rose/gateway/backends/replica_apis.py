@@ -18,7 +18,7 @@ from functools import partial
 from typing import Protocol
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from elastic_scheduler import Attempt
 from rose.contract.fields import Logprob, SampledId
@@ -26,7 +26,6 @@ from rose.contract.replica import (
     GENERATE,
     MAX_LINE_BYTES,
     GenerateBody,
-    Sampling,
     StreamLine,
     StructuredOutputs,
     top_rows,
@@ -184,6 +183,7 @@ class RoseBackend:
                 request.salt,
                 request.priority,
                 request.job,
+                tuple([image.sha256 for image in request.images]) if request.images else UNSET,
             )
         )
 
@@ -229,7 +229,7 @@ class VllmBackend:
                 "prompt_logprobs: a stock vLLM replica gives none in a stream; use one of ROSE",
                 "prompt_logprobs",
             )
-        _refuse_of_rose(request.sampling)
+        _refuse_of_rose(request)
         fields = structs.asdict(request.sampling.rest(attempt.max_tokens))
         del fields["routed_experts_prompt_start"], fields["deterministic"]
         # The names are vLLM's already.
@@ -338,7 +338,7 @@ class SglangBackend:
         parameter for.
         """
         rest = request.sampling.rest(attempt.max_tokens)
-        _refuse_for_sglang(request.sampling)
+        _refuse_for_sglang(request)
         wish = rest.structured_outputs or StructuredOutputs()
         fields = {
             "max_new_tokens": rest.max_tokens,
@@ -379,8 +379,11 @@ class SglangBackend:
         return AnswerReader(Lines(MAX_REPEATED_BYTES).events, _SglangOutput(most).line)
 
 
-def _refuse_of_rose(asked: Sampling) -> None:
+def _refuse_of_rose(request: TurnRequest) -> None:
     """Raise BadRequest for what replicas of ROSE alone give, or say that they do not."""
+    asked = request.sampling
+    if request.images:
+        raise BadRequest("images: a stock replica is sent none; use one of ROSE", "images")
     if asked.deterministic:
         raise BadRequest(
             "deterministic: a stock replica does not tell whether it is; use one of ROSE",
@@ -393,9 +396,10 @@ def _refuse_of_rose(asked: Sampling) -> None:
         )
 
 
-def _refuse_for_sglang(asked: Sampling) -> None:
+def _refuse_for_sglang(request: TurnRequest) -> None:
     """Raise BadRequest for fields that SGLang has no equal parameter for."""
-    _refuse_of_rose(asked)
+    _refuse_of_rose(request)
+    asked = request.sampling
     if asked.allowed_token_ids is not None:
         raise BadRequest("allowed_token_ids: an SGLang replica cannot restrict the sampling")
     if asked.repetition_penalty != 1.0:

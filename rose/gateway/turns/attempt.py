@@ -15,9 +15,10 @@ import msgspec
 from msgspec import structs
 
 from elastic_scheduler import Attempt, Deliver, End, JournalError, Outcome, TurnJournal, TurnNeed
-from rose.contract.replica import PromptLogprobs, StreamLine, top_row_bytes
+from rose.contract.replica import NO_IMAGE, PromptLogprobs, StreamLine, top_row_bytes
 from rose.gateway.backends.batches import BatchCollector, BatchedTurn
 from rose.gateway.backends.http_pool import OK, Upstream, UpstreamConnection
+from rose.gateway.backends.images import ImageSender
 from rose.gateway.backends.replica_apis import LINKS, AnswerReader, BackendError, fault_message
 from rose.gateway.errors import BadRequest, fresh
 from rose.gateway.replicas.dispatcher import Dispatcher, Ending, LiveAttempt
@@ -31,6 +32,7 @@ REST_OF_ANSWER_S = 1.0
 REQUEST_FAULTS = frozenset({400, 404, 413, 422})
 UNAVAILABLE = 503
 MAX_FAULT_BYTES = 2_048
+MOST_PROMPT_TOKENS = 1 << 22
 # Errors of an engine that still knows the attempt's id, which the gateway chose: never the caller's
 # fault.
 KNOWN_ID = re.compile("duplicate request id|already running", re.IGNORECASE)
@@ -139,6 +141,13 @@ class TurnAttempts:
             made_tokens=journal.generated,
         )
 
+    def expand(self, prompt: list[int]) -> None:
+        """Continue from this prompt, which has the tokens of the turn's images."""
+        self.journal.expand(prompt)
+        self.feed.expanded = prompt
+        if self.feed.journal is not self.journal and not self.feed.tokens:
+            self.feed.journal.expand(prompt)
+
     def forked(self) -> tuple[TurnJournal, TextTrack | None]:
         """Return a copy of the journal that can continue on its own, and a text decoded from its
         tokens (None without text).
@@ -158,8 +167,8 @@ class AttemptStream:
     """One attempt: the streamed request to one replica and the receiver of its answer.
 
     outcome: what the journal says to do next, None until the attempt has ended. batches: collector
-    that joins turns into one request, None sends each alone. engine_ended: True if the replica had
-    the request and hung up before it sent a token.
+    that joins turns into one request, None sends each alone. images: sender of a turn's images to
+    replicas. engine_ended: True if the replica had the request and hung up before it sent a token.
     """
 
     turn: TurnAttempts
@@ -167,6 +176,7 @@ class AttemptStream:
     dispatcher: Dispatcher
     spans: Spans = NO_SPANS
     batches: BatchCollector | None = None
+    images: ImageSender | None = None
     outcome: Outcome | None = None
     engine_ended: bool = False
     _status: int = 0
@@ -174,6 +184,8 @@ class AttemptStream:
     _prompt_seen: bool = False
     # Experts of the prompt's positions, until the first token comes.
     _lead: bytearray = field(default_factory=bytearray)
+    # Prompt with the tokens of its images, until another line comes.
+    _expanded: list[int] = field(default_factory=list)
     _asked: Attempt = field(init=False)
     _reader: AnswerReader = field(init=False)
     # The future never holds an error that was raised here: its frames and this attempt would
@@ -228,7 +240,9 @@ class AttemptStream:
         if self._status in REQUEST_FAULTS and not KNOWN_ID.search(text):
             self._over.set_result(BadRequest(f"{self.live.entry.id} refuses the turn: {text}"))
         elif self._status not in (0, OK):
-            end = End.REFUSED if self._status == UNAVAILABLE else End.BROKEN
+            if self._status == NO_IMAGE and self.images is not None:
+                self.images.forget(self.live.entry.url)
+            end = End.REFUSED if self._status in (UNAVAILABLE, NO_IMAGE) else End.BROKEN
             self._over.set_result((end, f"HTTP {self._status}"))
         elif isinstance(error, ATTEMPT_FAILURES):
             self._over.set_result(_broken(error))
@@ -263,6 +277,14 @@ class AttemptStream:
         entry = self.live.entry
         link = LINKS[entry.api]
         body = link.encode(self.turn.request, self._asked)
+        if images := self.turn.request.images:
+            assert self.images is not None
+            code, fault = await self.images.send(entry.url, images)
+            if code != OK:
+                self.status(code)
+                self.body(fault)
+                self.ended(None)
+                return await self._ending()
         url = entry.url + link.path
         connection: BatchedTurn | UpstreamConnection
         if self._goes_with_others(more_head):
@@ -272,9 +294,7 @@ class AttemptStream:
             connection = await upstream.post(url, body, self, more_head)
         rest_s = 0.0
         try:
-            ending = await self._over
-            if isinstance(ending, Exception):
-                raise fresh(ending)
+            ending = await self._ending()
             # A few bytes end the answer, and the connection can be reused. The engine does not know
             # of a stop
             # string: hanging up ends its work.
@@ -284,6 +304,12 @@ class AttemptStream:
         finally:
             self._over.cancel()
             connection.leave(self, rest_s)
+
+    async def _ending(self) -> Ending:
+        ending = await self._over
+        if isinstance(ending, Exception):
+            raise fresh(ending)
+        return ending
 
     def _goes_with_others(self, more_head: bytes) -> bool:
         """Return True if the turn is sent in one request with other turns that begin in the same
@@ -323,12 +349,8 @@ class AttemptStream:
             self._journal(line)
             if self.turn.matched is not None:
                 return self._finish("stop")
-        elif line.prompt_logprobs is not None:
-            self._note_prompt(line.prompt_logprobs)
-        elif line.routed_experts is not None:
-            self._lead += line.routed_experts.data
-            if len(self._lead) > self.live.need.prompt_tokens * line.routed_experts.row_bytes:
-                raise BackendError("experts of more positions than the prompt has")
+        else:
+            self._note_prompt(line)
         if line.finish_reason is None:
             return False
         end = ENDS.get(line.finish_reason, End.BROKEN)
@@ -338,7 +360,27 @@ class AttemptStream:
         self._over.set_result((end, line.message or line.finish_reason))
         return True
 
-    def _note_prompt(self, places: PromptLogprobs) -> None:
+    def _note_prompt(self, line: StreamLine) -> None:
+        """Record what a line without tokens reports of the prompt. Raises BackendError."""
+        if line.prompt_token_ids is not None:
+            self._expanded += line.prompt_token_ids
+            if not self.turn.request.images or len(self._expanded) > MOST_PROMPT_TOKENS:
+                raise BackendError("a prompt came that was not asked for")
+            return
+        self._expand()
+        if line.prompt_logprobs is not None:
+            self._note_logprobs(line.prompt_logprobs)
+        elif line.routed_experts is not None:
+            self._lead += line.routed_experts.data
+            if len(self._lead) > self.turn.journal.prompt_tokens * line.routed_experts.row_bytes:
+                raise BackendError("experts of more positions than the prompt has")
+
+    def _expand(self) -> None:
+        if self._expanded:
+            self.turn.expand(self._expanded)
+            self._expanded = []
+
+    def _note_logprobs(self, places: PromptLogprobs) -> None:
         """Add logprobs of the prompt to the turn's; those of an earlier attempt, of another
         version, are dropped first.
         """
@@ -355,6 +397,7 @@ class AttemptStream:
         """Append a line's tokens to the journal, up to and including the token that completes a
         stop string.
         """
+        self._expand()
         journal, text = self.turn.journal, self.turn.text
         most = self.turn.request.sampling.logprobs
         check_line(line, journal.remaining, most)

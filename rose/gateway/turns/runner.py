@@ -15,6 +15,7 @@ from dataclasses import replace
 from elastic_scheduler import Conflict, Continue, Deliver, GiveUp, IdempotencyCache
 from rose.gateway.backends.batches import BatchCollector
 from rose.gateway.backends.http_pool import Upstream
+from rose.gateway.backends.images import ImageSender
 from rose.gateway.errors import (
     BadRequest,
     DeadlinePassed,
@@ -44,6 +45,7 @@ class TurnRunner:
         self._settings = dispatcher.settings
         self._upstream = upstream
         self._batches = BatchCollector(upstream, self._settings.turns_per_request)
+        self._images = ImageSender(upstream)
         self._hedging = hedging
         self._spans = spans
 
@@ -143,7 +145,7 @@ class TurnRunner:
         """Return a new attempt at the turn on that place; the simulator overrides it with a
         modelled replica.
         """
-        return AttemptStream(turn, live, self._dispatcher, self._spans, self._batches)
+        return AttemptStream(turn, live, self._dispatcher, self._spans, self._batches, self._images)
 
 
 class SharedTurn(TokenStream):

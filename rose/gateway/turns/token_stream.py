@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FEED_BYTES = 2_048
 SPAN_BYTES = 160
 PLACE_BYTES = 150
+ID_BYTES = 8
 # Name of the journal's column of the most likely tokens at each token.
 TOP_LOGPROBS = "top_logprobs"
 # Name of the column of the experts of each position but the last.
@@ -48,6 +49,8 @@ class TokenStream:
     prompt_logprobs: PromptLogprobs | None = None
     # Shape of `routed_experts`, without data; None before they came, or if nobody asked.
     routes: RoutedExperts | None = None
+    # The prompt with the tokens of its images; None before it came, or if it was sent so.
+    expanded: list[int] | None = None
     _began_s: float = field(default_factory=time.monotonic)
     _error: TurnError | None = None
     _waiters: list[asyncio.Future[None]] = field(default_factory=list)
@@ -109,7 +112,7 @@ class TokenStream:
         journal = self.journal
         held = FEED_BYTES + journal.tokens.itemsize * len(journal.tokens)
         held += journal.logprobs.itemsize * len(journal.logprobs)
-        held += self.column_bytes
+        held += self.column_bytes + ID_BYTES * len(self.expanded or ())
         held += SPAN_BYTES * (len(journal.versions) + len(journal.segments))
         for place in self.prompt_logprobs or ():
             held += PLACE_BYTES * (1 + len(place or ()))

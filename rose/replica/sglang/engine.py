@@ -27,6 +27,7 @@ from rose.contract.replica import (
     StructuredOutputs,
     top_rows,
 )
+from rose.images import Image
 from rose.replica.engine import (
     BAD_REQUEST,
     MOST_WARM_UP_TOKENS,
@@ -192,6 +193,7 @@ class SglangEngine:
 
     failures: tuple[type[Exception], ...] = (SglangError,)
     updatable = True
+    no_images = "images: replicas on SGLang take none; use one on vLLM"
 
     def __init__(self, manager: Any, arguments: Any, kv_tokens: int) -> None:  # noqa: ANN401 -- SGLang's
         """Keep SGLang's manager, its ServerArgs and the number of tokens that fit in its KV
@@ -224,8 +226,9 @@ class SglangEngine:
         ages: KvStaleness,
         trace: TraceContext | None = None,
         adapter: HeldAdapter | None = None,
+        images: Sequence[Image] = (),
     ) -> SglangRequest:
-        del adapter  # Its replicas have none.
+        del adapter, images  # Its replicas have none.
         del trace  # SGLang sends spans of its own requests; a turn's come from the gateway.
         return await SglangRequest.start(self._manager, body, ages, self._ends)
 

@@ -20,6 +20,7 @@ SCHEMA = replica.StructuredOutputs(json='{"type":"object"}', disable_any_whitesp
 SAMPLING = replica.Sampling(
     0.5, 0.9, 7, 64, 2, (9,), (8, 9), 11, 0.05, 1.1, 0.25, -0.5, True, 1, SCHEMA, 1, 0
 )
+DIGEST = "0123456789abcdef" * 4
 SPAN = gateway.Version(3, 0, 2)
 OLD_KV = gateway.Version(4, 2, 3, 3)
 SEGMENT = Segment("n1/g0", "guest", 0, 3)
@@ -43,7 +44,8 @@ TRAJECTORY = gateway.SessionTrajectory(
 MESSAGES: tuple[msgspec.Struct, ...] = (
     SCHEMA,
     SAMPLING,
-    replica.GenerateBody("turn.1f.1", [1, 100], SAMPLING, "7", -2, "j"),
+    replica.GenerateBody("turn.1f.1", [1, 100], SAMPLING, "7", -2, "j", (DIGEST,)),
+    replica.ImageHeld(DIGEST),
     replica.StreamLine(
         [101, 102],
         [-0.5, -1.25],
@@ -54,6 +56,7 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         [None, [(7, -0.5, 1), (9, -2.0, None)]],
         b"\x01" * 16,
         ROUTES,
+        [1, 100],
     ),
     ROUTES,
     replica.BatchBody("b1", [replica.GenerateBody("turn.1f.1", [1, 100])]),
@@ -117,8 +120,11 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         token_ids=(1, 100),
         sampling_params=SAMPLING,
         priority=-2,
+        return_token_ids=True,
+        images=(gateway.ImageName(DIGEST), b"bytes"),
         **ORIGIN,
     ),
+    gateway.ImageName(DIGEST),
     SPAN,
     LOGPROBS.content[0],
     LOGPROBS,
@@ -129,12 +135,13 @@ MESSAGES: tuple[msgspec.Struct, ...] = (
         versions=[SPAN],
         segments=(SEGMENT,),
         attempts=2,
+        prompt_token_ids=(1, 100),
     ),
     gateway.StreamChoice([101, 102], LOGPROBS, "length", TOP, b"npy"),
     FAULT,
     gateway.GatewayRefusal(FAULT),
     gateway.StreamEvent(
-        [gateway.StreamChoice([101, 102], LOGPROBS)], [SPAN, OLD_KV], (SEGMENT,), 2, FAULT
+        [gateway.StreamChoice([101, 102], LOGPROBS)], [SPAN, OLD_KV], (SEGMENT,), 2, FAULT, (1, 100)
     ),
     gateway.NamesBody(["a", "b"], "c", "s", "j"),
     gateway.Aborted(["a"]),

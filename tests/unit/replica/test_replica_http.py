@@ -271,6 +271,7 @@ OPEN = {
     ("POST", "/rose/v1/generate"),
     ("POST", "/rose/v1/generate_batch"),
     ("POST", "/rose/v1/generate_batch/leave"),
+    ("POST", "/rose/v1/images"),
 }
 CONTROLLED = {
     ("POST", "/rose/v1/admit"),

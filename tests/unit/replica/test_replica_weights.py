@@ -219,7 +219,7 @@ async def test_finish_old_waits_for_turns_in_flight_within_its_bound(ends: bool)
     engine = FakeWeightEngine()
     turns = Turns(VllmEngine(engine))
     weights = made(engine, 20.0 if ends else 0.5, turns)
-    turn = turns.open(SimpleNamespace())
+    turn = turns.open(SimpleNamespace(images=()))
     turn.begun = True
     applying = asyncio.create_task(weights.apply(["m"], "c", OnUpdate.FINISH_OLD))
     await until_async(lambda: turns.hold._holders, PATIENCE_S, "new turns are held back")
@@ -262,7 +262,7 @@ async def test_no_turn_outlives_the_weights_of_its_job(held: str) -> None:
     turns = Turns(VllmEngine(engine))
     weights = made(engine, turns=turns)
     weights.job = held
-    old, new, unnamed = (turns.open(SimpleNamespace(job=job)) for job in ("a", "b", ""))
+    old, new, unnamed = (turns.open(SimpleNamespace(job=job, images=())) for job in ("a", "b", ""))
     serves: list[bool] = []
 
     async def pausing(*, mode: str, clear_cache: bool) -> None:

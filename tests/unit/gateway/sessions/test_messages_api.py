@@ -149,7 +149,7 @@ async def test_words_put_into_its_mouth_are_continued_but_not_kept(served: Any) 
         ({"messages": []}, "at least one message"),
         ({"messages": "x"}, "list"),
         ({"messages": [1]}, "each of messages is an object"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
         ({"messages": [{"role": "user", "content": 7}]}, "content"),
         ({"output_config": {"format": {"type": "yaml"}}}, "response_format"),
     ],

@@ -119,7 +119,7 @@ async def test_text_is_streamed_as_it_comes(served: Any, client: Any) -> None:
         ({"input": None}, "at least one message"),
         ({"input": [1]}, "each of responses is an object"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "'reasoning'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "not text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "image_url"),
     ],
 )
 async def test_what_cannot_be_honoured_is_refused_by_name(
