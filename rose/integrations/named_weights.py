@@ -72,14 +72,19 @@ class NamedWeights:
     dtypes, shapes).
 
     tied: the model's config ties its input and output embeddings. None: the config does not say,
-    and they are tied if the checkpoint has only one of them.
+    and they are tied if the checkpoint has only one of them. frozen: beginnings of names, with
+    commas between them, of tensors that stay as in `base`; what a trainer gives of them is left
+    out.
 
     Every tensor of the iterable is visited, whatever is wrong with one before it: gathering a
     DTensor is collective, and the other ranks would wait for a rank that stopped.
     """
 
-    def __init__(self, base: Mapping[str, TensorBits], *, tied: bool | None = None) -> None:
+    def __init__(
+        self, base: Mapping[str, TensorBits], *, tied: bool | None = None, frozen: str = ""
+    ) -> None:
         self._base = base
+        self._frozen = tuple(filter(None, frozen.split(",")))
         self._tied = tied
         self._bits: dict[str, TensorBits] = {}
         self._others: dict[str, TensorBits] = {}
@@ -101,6 +106,11 @@ class NamedWeights:
 
         Raises `UnfitWeightsError` if a tensor is missing, unknown, or of another shape or dtype.
         """
+        for begin in self._frozen:
+            found = {name: each for name, each in self._base.items() if name.startswith(begin)}
+            self._bits |= found
+            if not found:
+                self._troubles.append(f"frozen: the checkpoint has no {begin}…")
         if self._tied:
             for name in filter(_is_embedding, self._base.keys() - self._bits.keys()):
                 bits = self._twin(self._base[name], self._bits)
@@ -118,6 +128,8 @@ class NamedWeights:
     def _take(self, name: str, tensor: "torch.Tensor") -> None:
         import torch
 
+        if name.startswith(self._frozen):
+            return
         want = self._base.get(name)
         if want is None:
             if "lora_" in name:

@@ -148,7 +148,8 @@ class PolicyPublisher:
         keep = rank() == 0 and failed is None
         weights: NamedWeights | NamedAdapter
         if lora is None:
-            weights = NamedWeights(base, tied=ties_embeddings(self.settings.checkpoint))
+            tied, frozen = ties_embeddings(self.settings.checkpoint), self.settings.frozen
+            weights = NamedWeights(base, tied=tied, frozen=frozen)
         else:
             if keep and not self._base_name:
                 self._base_name = digest_of_base(base)

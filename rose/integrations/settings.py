@@ -37,6 +37,8 @@ class TrainerSettings:
     nodes fetch versions, 0 for any free port. replicas: how many must serve a version before
     `publish` returns.
     timeout_s: bound of each wait. take_over: replace a trainer of this job that still runs.
+    frozen: beginnings of names, with commas between them, of tensors that stay the checkpoint's
+    (`model.visual.`): the trainer need not give them.
     token_file: token shown to gateways, of `rose token issue --out`. ca, certificate and
     certificate_key: of a cluster that has certificates; gateways may need no more than the ca.
     """
@@ -53,6 +55,7 @@ class TrainerSettings:
     replicas: int = 1
     timeout_s: float = 300.0
     take_over: bool = False
+    frozen: str = ""
     token_file: Path | None = None
     ca: Path | None = None
     certificate: Path | None = None

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import requests
 from transformers import TrainerCallback, TrainerState
 from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_client import VLLMClient, pil_to_base64
 
-from rose.contract.gateway import JOB_HEADER, RETRIED
+from rose.contract.gateway import GENERATE, JOB_HEADER, RETRIED
 from rose.errors import RefusedError, UnavailableError
 from rose.integrations.lora import adapter_of, is_adapted
 from rose.integrations.named_weights import Named
@@ -46,6 +47,8 @@ check_tested("trl", TESTED)
 # Statuses of a gateway that is busy, or whose replicas are not at the wanted version yet.
 LATER = RETRIED | {409}
 PAUSE_S = 1.0
+# Prompts with images that are asked for at once, as by TRL's own client.
+MOST_REQUESTS = 64
 # Period of health probes while turns are waited for, and the time limit of each.
 PROBE_S, HEALTH_S = 2.0, 2.0
 # Probes in a row without an answer after which the gateway is gone, despite its connection.
@@ -75,6 +78,8 @@ def use(settings: TrainerSettings, *, adapters: bool = False) -> PolicyPublisher
         publish_model(publisher, generation.accelerator.unwrap_model(generation.model))
 
     vllm_generation.VLLMClient = JobClient
+    # Replicas find the places of images, of those too that are several runs of tokens.
+    vllm_generation.VLLMGeneration._place_features = lambda _, features, __: features
     if adapters:
         vllm_generation.VLLMGeneration.sync_weights = sync_adapter
     _need_no_vllm(vllm_generation)
@@ -143,19 +148,50 @@ class RoseVLLMClient(VLLMClient):  # type: ignore[misc]  # TRL is not where this
     def generate(self, prompts: Sequence[object], **options: Option) -> Made:
         """Return completions in the form of TRL's client, sampled under versions within the job's
         staleness bound.
-
-        Raises RefusedError for images.
         """
-        if options.get("features") is not None:
-            raise RefusedError("rollout replicas take no images; train on text, or without ROSE")
         own = {"min_version": self.publisher.oldest_allowed, "request_id": uuid.uuid4().hex}
         options["generation_kwargs"] = {**own, **(options.get("generation_kwargs") or {})}
         made: Made = super().generate(prompts, **options)
         return made
 
-    def image_features(self, images: object, **_: object) -> list[dict[str, Any] | None]:
-        """Raise RefusedError: rollout replicas take no images."""
-        raise RefusedError("rollout replicas take no images; train on text, or without ROSE")
+    def image_features(
+        self, images: Sequence[Sequence[object] | None], **_: object
+    ) -> list[dict[str, Any] | None]:
+        """Return what `generate` sends with each prompt: the files of its images in base64, which
+        replicas process; None for a prompt without images.
+        """
+        return [{"images": [*map(pil_to_base64, each)]} if each else None for each in images]
+
+    def _generate_from_features(
+        self,
+        prompts: Sequence[list[int]],
+        features: Sequence[dict[str, Any] | None],
+        sampling_params: dict[str, Any],
+    ) -> Made:
+        """Return completions of prompts with images: a request for each, all of them at once."""
+        own = {name: sampling_params.pop(name, None) for name in ("min_version", "request_id")}
+
+        def choices_of(place: int) -> list[Made]:
+            body = {
+                **own,
+                **(features[place] or {}),
+                "request_id": f"{own['request_id']}-{place}",
+                "model": self.model,
+                "token_ids": prompts[place],
+                "sampling_params": sampling_params,
+            }
+            choices: list[Made] = self._post(f"{self.base_url}{GENERATE}", json=body)["choices"]
+            return choices
+
+        with ThreadPoolExecutor(min(MOST_REQUESTS, len(prompts))) as pool:
+            choices = [each for one in pool.map(choices_of, range(len(prompts))) for each in one]
+        rows = [_likely(choice["logprobs"]) for choice in choices]
+        return {
+            "prompt_ids": [*prompts],
+            "completion_ids": [choice["token_ids"] for choice in choices],
+            "logprobs": [[[each for each, _ in row] for row in found] for found in rows],
+            "logprob_token_ids": [[[token for _, token in row] for row in found] for found in rows],
+        }
 
     def update_named_params(self, metadata: object, named_params: Named) -> None:
         """Publish these tensors as the next version; TRL calls this on its first rank alone, and
@@ -318,6 +354,16 @@ class _Shown(requests.auth.AuthBase):
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         request.headers["Authorization"] = f"Bearer {self._token.token()}"
         return request
+
+
+def _likely(logprobs: Made) -> list[list[tuple[float, int]]]:
+    """Return (logprob, token) of the sampled token and the others at each place, likely ones first,
+    as TRL's own client has them.
+    """
+    return [
+        sorted({(top["logprob"], top["token_id"]) for top in (each, *each["top_logprobs"])})[::-1]
+        for each in logprobs["content"]
+    ]
 
 
 def _session(settings: TrainerSettings) -> requests.Session:

@@ -22,9 +22,12 @@ HEAD = "lm_head.weight"
 
 
 def taken(
-    base: Mapping[str, TensorBits], *named: tuple[str, object], tied: bool | None = None
+    base: Mapping[str, TensorBits],
+    *named: tuple[str, object],
+    tied: bool | None = None,
+    frozen: str = "",
 ) -> dict[str, TensorBits]:
-    collected = NamedWeights(base, tied=tied)
+    collected = NamedWeights(base, tied=tied, frozen=frozen)
     collected.take(named)  # type: ignore[arg-type]  # stand-ins for tensors
     return collected.finish()
 
@@ -47,6 +50,22 @@ def test_masters_are_cast_to_the_dtypes_of_the_checkpoint() -> None:
     for name in new:
         assert found[name].dtype == "bfloat16"
         assert np.array_equal(found[name].bits, checkpoint(new)[name].bits)
+
+
+def test_a_frozen_part_stays_the_checkpoints_given_or_not() -> None:
+    base, new = checkpoint(weights()), weights(seed=1)
+    begin = NORM.rpartition(".")[0]
+    rest = {name: each for name, each in new.items() if not name.startswith(begin)}
+    for given in (new, rest):
+        found = taken(base, *given.items(), frozen=f"{begin},")
+        assert np.array_equal(found[NORM].bits, base[NORM].bits)
+        assert {name: each.bits.tolist() for name, each in found.items() if name in rest} == {
+            name: each.bits.tolist() for name, each in checkpoint(new).items() if name in rest
+        }
+    with pytest.raises(UnfitWeightsError, match="the trainer does not give"):
+        taken(base, *rest.items())
+    with pytest.raises(UnfitWeightsError, match=r"frozen: the checkpoint has no visual\."):
+        taken(base, *new.items(), frozen="visual.")
 
 
 @pytest.mark.parametrize(

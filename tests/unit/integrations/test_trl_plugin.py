@@ -26,7 +26,10 @@ WITHOUT_VLLM = "is_vllm_available"
 class TheirClient:
     """TRL's, as far as it is inherited."""
 
-    def generate(self, prompts: Any, **options: Any) -> Any:
+    def generate(self, prompts: Any, features: Any = None, **options: Any) -> Any:
+        if features is not None:
+            asked = {"n": 2, "logprobs": 1, **options["generation_kwargs"]}
+            return self._generate_from_features(prompts, features, asked)  # type: ignore[attr-defined]
         asked = {"prompt": prompts, **options["generation_kwargs"]}
         return self._post(f"{self.base_url}/v1/completions", json=asked)  # type: ignore[attr-defined]
 
@@ -35,7 +38,10 @@ class TheirClient:
 def generation() -> ModuleType:
     """TRL's module that builds the client."""
     made = ModuleType("trl.generation.vllm_generation")
-    vars(made).update({"VLLMClient": TheirClient, WITHOUT_VLLM: lambda: False})
+    kind = type("VLLMGeneration", (), {})
+    vars(made).update(
+        {"VLLMClient": TheirClient, "VLLMGeneration": kind, WITHOUT_VLLM: lambda: False}
+    )
     return made
 
 
@@ -45,7 +51,7 @@ def plugin(generation: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     package, client = ModuleType("trl.generation"), ModuleType("trl.generation.vllm_client")
     transformers, worker = ModuleType("transformers"), ModuleType("async_rollout_worker")
     vars(package)["vllm_generation"] = generation
-    vars(client)["VLLMClient"] = TheirClient
+    vars(client).update(VLLMClient=TheirClient, pil_to_base64=lambda image: f"base64 of {image}")
     vars(transformers).update(TrainerCallback=object, TrainerState=object)
     asynchronous = ModuleType("trl.experimental.async_grpo")
     vars(asynchronous)["async_rollout_worker"] = worker
@@ -174,8 +180,28 @@ def test_what_replicas_cannot_do_is_said_and_not_tried_again(
     with pytest.raises(RefusedError, match="min_p is not supported"):
         client.generate([[1]])
     assert len(gateway.asked) == 1
-    with pytest.raises(RefusedError, match="images"):
-        client.generate([[1]], features=[{}])
+
+
+def test_prompts_with_images_are_a_request_each(client: Any, gateway: AnsweringGateway) -> None:
+    likely = [{"token_id": token, "logprob": logprob} for token, logprob in ((9, -2.0), (4, -0.5))]
+    content = [{"token_id": 9, "logprob": -2.0, "top_logprobs": likely}]
+    choice = {"token_ids": [9], "logprobs": {"content": content}}
+    gateway.answers = [says(200, {"choices": [choice, choice]})]
+    features = client.image_features([["cat", "dog"], None])
+    made = client.generate([[1, 2], [3]], features=features)
+    first, second = sorted((body for _, body in gateway.asked), key=lambda each: each["token_ids"])
+    assert first["images"] == ["base64 of cat", "base64 of dog"]
+    assert "images" not in second
+    assert first["request_id"].removesuffix("-0") == second["request_id"].removesuffix("-1")
+    for asked in (first, second):
+        assert (asked["min_version"], asked["model"]) == (6, "policy")
+        assert asked["sampling_params"] == {"n": 2, "logprobs": 1}
+    assert made == {
+        "prompt_ids": [[1, 2], [3]],
+        "completion_ids": [[9]] * 4,
+        "logprobs": [[[-0.5, -2.0]]] * 4,
+        "logprob_token_ids": [[[4, 9]]] * 4,
+    }
 
 
 @pytest.mark.parametrize(
