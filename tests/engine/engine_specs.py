@@ -1,6 +1,6 @@
 """The engines of the pool, as modules name them in `pytest.mark.engines`."""
 
-from pool import PoolSpec
+from pool import VISION, PoolSpec
 
 from rose.engines import EngineRole
 from rose.engines.spec import LoraSlots
@@ -18,6 +18,10 @@ LEFT, RIGHT = (
 
 WORDED = PoolSpec("worded", EngineRole.DEDICATED, tokenizer="bytes")
 """A dedicated replica that has its tokenizer, as structured output needs it."""
+
+SEEING = PoolSpec("seeing", EngineRole.DEDICATED, tokenizer=VISION, weights=True)
+STOCK_SEEING = PoolSpec("stock-seeing", EngineRole.STOCK, tokenizer=VISION)
+"""A dedicated replica of a model that takes images, and the same model without ROSE."""
 
 REWARD = PoolSpec(
     "reward", EngineRole.DEDICATED, tokenizer="bytes", args=("--runner=pooling", "--convert=embed")

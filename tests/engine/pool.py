@@ -37,12 +37,15 @@ from rose.errors import EngineStartError
 from tests.fakes.cuda.standin_library import build
 from tests.harness.conversations import TEMPLATES
 from tests.harness.tokenizer_kinds import save_byte_tokenizer, save_tokenizer
+from tests.harness.vision_model import save_vision_model
 
 # Half a minute on a quiet machine; beside other work a guest waits for what that leaves.
 START_S = 480.0
 AT_ONCE = 2
 # Tokens of the byte tokenizer; its end of sequence comes after them.
 BYTES = 256
+# "Tokenizer" of a model that takes images, with its processor.
+VISION = "vision"
 HOST_NAME = "chat-0"
 # In which an engine is rid of what a test asked of it.
 SETTLE_S = 15.0
@@ -187,7 +190,10 @@ class EnginePool:
     def worded(self, tokenizer: str) -> Path:
         """Folder of a model whose every token has a text of this tokenizer."""
         folder = self._folder / f"worded-{len(self._worded)}"
-        if tokenizer not in self._worded:
+        if tokenizer == VISION and tokenizer not in self._worded:
+            save_vision_model(folder, "float32")
+            self._worded[tokenizer] = folder
+        elif tokenizer not in self._worded:
             size = BYTES + 1
             if tokenizer != "bytes":
                 # Beside a model's config, Transformers takes the tokenizer of its family.

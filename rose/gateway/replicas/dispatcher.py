@@ -303,6 +303,10 @@ class Dispatcher:
         if self.switches.awaiting:
             self.switches.token(live.entry.id, live.entry.lease_epoch, live.last_token_s)
 
+    def heard(self, live: LiveAttempt) -> None:
+        """Count a live attempt as silent from now on, since its replica did something for it."""
+        live.last_token_s = self._clock()
+
     def pump(self) -> None:
         """Place waiting turns, in queue order, as long as there is room."""
         now_s = self._clock()

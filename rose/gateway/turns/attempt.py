@@ -279,7 +279,11 @@ class AttemptStream:
         body = link.encode(self.turn.request, self._asked)
         if images := self.turn.request.images:
             assert self.images is not None
+            # Elsewhere they would have to be sent as well.
+            may_move, self.live.may_move = self.live.may_move, False
             code, fault = await self.images.send(entry.url, images)
+            self.live.may_move = may_move
+            self.dispatcher.heard(self.live)
             if code != OK:
                 self.status(code)
                 self.body(fault)
@@ -377,6 +381,7 @@ class AttemptStream:
 
     def _expand(self) -> None:
         if self._expanded:
+            self.dispatcher.heard(self.live)
             self.turn.expand(self._expanded)
             self._expanded = []
 

@@ -19,7 +19,7 @@ from executor.guest import plugin
 from executor.guest.gate_client import GateClient
 from executor.guest.kv_balloon import GuestKv
 from tests.engine.families.family_updates import ENVIRONMENT, UNIPROC, import_engine, try_each
-from tests.engine.families.tiny_families import MATRIX_EXTENSION, make_family
+from tests.engine.families.tiny_families import MATRIX_EXTENSION, VISION, make_family
 from tests.harness.seated_host import SeatedHost
 
 KV_BYTES = 24 << 20
@@ -93,7 +93,7 @@ class FamilyEngine:
             more["speculative_config"] = speculation | {"model": str(draft)}
         self.llm: Any = LLM(
             model=str(model),
-            skip_tokenizer_init=not self.pooling,
+            skip_tokenizer_init=not (self.pooling or family == VISION),
             enforce_eager=True,
             dtype="bfloat16" if family in BFLOAT16 else "float32",
             kv_cache_memory_bytes=KV_BYTES,

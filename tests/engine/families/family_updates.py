@@ -4,6 +4,7 @@
 starts in a process forked from this one, which has imported vLLM once. See `UpdateOutcome`.
 """
 
+import io
 import json
 import os
 import re
@@ -18,9 +19,11 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+from PIL import Image
 
-from tests.engine.families.tiny_families import make_family
+from tests.engine.families.tiny_families import VISION, make_family
 from tests.engine.policy_versions import PolicyVersions
+from tests.harness.vision_model import IMAGE, picture
 from weight_transfer.apply import replica_weights
 from weight_transfer.apply.replica_weights import merged
 from weight_transfer.format.tensors import TensorBits, tensor_of
@@ -72,11 +75,12 @@ class FamilyReplica:
 
         family, _, quantization = family.partition("+")
         extension = "weight_transfer.vllm.worker.WeightWorker" if updatable else ""
-        self._pooling = family == "reward"
+        self._pooling, self._sees = family == "reward", family == VISION
         self.drafts = family.endswith("-mtp")
         self.engine: Any = LLM(
             model=str(folder),
-            skip_tokenizer_init=not self._pooling,
+            # A processor of images needs its tokenizer.
+            skip_tokenizer_init=not (self._pooling or family == VISION),
             enforce_eager=True,
             dtype="bfloat16",
             kv_cache_memory_bytes=96 << 20,
@@ -102,7 +106,15 @@ class FamilyReplica:
         from vllm import SamplingParams
 
         self.engine.reset_prefix_cache()
-        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        if self._sees:
+            # As the pause of an update does.
+            self.engine.llm_engine.reset_encoder_cache()
+        prompts: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+        if self._sees:
+            for number, prompt in enumerate(prompts):
+                prompt["prompt_token_ids"] = [*prompt["prompt_token_ids"], IMAGE, 7]
+                with Image.open(io.BytesIO(picture(number))) as shown:
+                    prompt["multi_modal_data"] = {"image": shown.convert("RGB")}
         if self._pooling:
             scored = self.engine.encode(prompts, pooling_task="classify", use_tqdm=False)
             return [answer.outputs.data.tolist() for answer in scored]

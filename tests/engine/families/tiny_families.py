@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.harness.vision_model import save_vision_model
+
 VOCABULARY = 512
 _SIZE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -135,6 +137,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_expand": 2,
         },
     ),
+    "idefics3": ("Idefics3Config", {}),
     "reward": ("Qwen2Config", {"head_dim": None, "num_labels": 1, "pad_token_id": 0}),
     # The kernel that CPUs without AMX have for all sizes has it for rows of 240 everywhere.
     "int8-channel": ("LlamaConfig", {"tie_word_embeddings": False, "intermediate_size": 240}),
@@ -147,6 +150,8 @@ AT_LOAD = (
     "qwen3-moe+int8_per_channel_weight_only",
 )
 """Families with a name of how vLLM quantises their bfloat16 weights at load."""
+VISION = "idefics3"
+"""Family whose prompts have an image; the others' are tokens alone."""
 MATRIX_EXTENSION = {"fp8-block", *AT_LOAD[1:]}
 """Families whose kernels take a CPU with AMX."""
 
@@ -158,6 +163,9 @@ def make_family(name: str, folder: Path, dtype: str = "bfloat16") -> Path:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
+    if name == VISION:
+        save_vision_model(folder, "bfloat16")
+        return folder
     torch.manual_seed(0)
     kind, more = FAMILIES[name]
     settings = {key: value for key, value in (_SIZE | more).items() if key != "head_dim" or value}

@@ -149,6 +149,21 @@ async def test_a_broken_connection_is_taken_up_where_the_gateway_knows_the_turn(
     assert gateway.asked[0] == gateway.asked[1]
 
 
+def test_a_turn_with_images_goes_on_from_the_prompt_that_has_their_tokens() -> None:
+    whole, images = (1, 7, 8, 100), [b"a", b"b"]
+    received = Received(ask_for((1, 7, 100), TEN, request_id="r", images=images))
+    assert received.rest().body.return_token_ids
+    logprobs = Logprobs([TokenLogprob(-0.5)])
+    received.add(StreamEvent([StreamChoice([101], logprobs)], prompt_token_ids=whole))
+    rest = received.rest()
+    assert rest.body.token_ids == (*whole, 101)
+    assert [each.data for each in rest.images] == images
+    # Elsewhere the prompt begins with what the turn has so far.
+    done = StreamChoice([102], logprobs, "length")
+    received.add(StreamEvent([done], prompt_token_ids=(*whole, 101)))
+    assert received.turn().prompt_token_ids == whole
+
+
 def test_a_turn_whose_output_counts_is_never_gone_on_with_from_its_tokens() -> None:
     """A gateway shows it when it is whole; what came of it before its gateway died is no prompt."""
     penalized = Sampling(max_tokens=10, frequency_penalty=0.5)

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from rose.addresses import free_port
+from rose.contract.replica import MAX_IMAGE_BYTES
 from rose.errors import ConfigError, UnavailableError
 from rose.gateway.backends.http_pool import ClusterTls, Upstream, UpstreamError
 from rose.node import NodeConfig
@@ -92,6 +93,13 @@ def test_where_a_body_ends_is_never_a_matter_of_opinion(
         passed(PORTS, b"POST", b"/g0/score", headers)
     assert refused.value.status == status
     assert refused.value.answer.startswith(b"HTTP/1.1 %d " % status)
+
+
+def test_a_file_of_an_image_may_be_larger_than_a_turn() -> None:
+    large = (b"content-length", b"%d" % MAX_IMAGE_BYTES)
+    assert passed(PORTS, b"POST", b"/g0/rose/v1/images", [large]).head.startswith(b"POST /rose/v1/")
+    with pytest.raises(PassRefusedError, match=str(MAX_IMAGE_BYTES)):
+        passed(PORTS, b"POST", b"/g0/rose/v1/images", [(b"content-length", b"16777217")])
 
 
 # ---- on sockets ----
