@@ -105,6 +105,8 @@ def _url_of(part: Part) -> object:
     if kind in ("image_url", "input_image"):
         return (url.get("url") if isinstance(url, dict) else url) or "-"
     source = part.get("source")
+    if kind == "image" and "sha256" in part:
+        return f"{NAMED}{part['sha256']}"
     if kind != "image" or not isinstance(source, dict):
         return None
     if source.get("type") == "base64":

@@ -139,6 +139,7 @@ async def test_anthropics_and_openais_agents_send_images_too(tokenizer: Path) ->
         ({"type": "image_url", "image_url": {"url": url(b"text")}}, "image 0 is none"),
         ({"type": "image", "source": {"type": "url", "url": "http://x"}}, "fetched from nowhere"),
         ({"type": "image_url", "image_url": {"url": f"sha256:{NAMES[0]}"}}, "is not here"),
+        ({"type": "image", "sha256": NAMES[0]}, "is not here"),
         ({"type": "video_url", "video_url": {"url": url(CAT)}}, "of type 'video_url'"),
         ({"type": "input_audio", "input_audio": {"data": "AA"}}, "of type 'input_audio'"),
     ],
