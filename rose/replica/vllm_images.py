@@ -25,12 +25,11 @@ _FAILURES = (ValueError, AssertionError, OSError, RuntimeError, TypeError)
 
 def why_none(engine: Any) -> str:  # noqa: ANN401 - vLLM's AsyncLLM
     """Return the reason why the engine takes no images, "" if it does."""
-    if not engine.model_config.is_multimodal_model:
+    processor = engine.renderer.mm_processor if engine.model_config.is_multimodal_model else None
+    if processor is None:
         return "images: the engine's model takes none"
-    limits = engine.renderer.get_mm_processor().info.allowed_mm_limits
-    return (
-        "" if limits.get("image", 0) else "images: the engine's --limit-mm-per-prompt allows none"
-    )
+    allowed = processor.info.allowed_mm_limits.get("image", 0)
+    return "" if allowed else "images: the engine's --limit-mm-per-prompt allows none"
 
 
 async def image_input(

@@ -48,7 +48,8 @@ class FakeRenderer:
     def get_eos_token_id(self) -> None:
         return None
 
-    def get_mm_processor(self) -> Any:
+    @property
+    def mm_processor(self) -> Any:
         return SimpleNamespace(info=SimpleNamespace(allowed_mm_limits={"image": self.limit}))
 
     async def render_cmpl_async(self, prompts: list[Any], *, skip_mm_cache: bool) -> list[Any]:
