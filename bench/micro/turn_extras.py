@@ -6,7 +6,8 @@ Prints one JSON object. One turn of that many tokens is taken through the replic
 gateway's decoder, journal and answer, and the client's decoder, a token a line, without an engine
 and without sockets: an engine's own work, a larger top-k for example, comes on top. `line_bytes`
 and `answer_bytes` are of one token, `added_us` the median over rounds of the time beyond the same
-round's plain turn, of one token in all four places together.
+round's plain turn, of one token in all four places together. `images`: bytes of a request with an
+image of 1 MiB, and the median time in which the gateway reads it: with the file, and with its hash.
 """
 
 import asyncio
@@ -22,10 +23,13 @@ import msgspec
 from bench.common.report import parser_of, put_judged
 from elastic_scheduler import End, TurnJournal
 from rose.client.wire import decode_turn
+from rose.contract.gateway import ImageName
 from rose.contract.replica import RoutedExperts, StreamLine, top_rows
 from rose.gateway.apis.vllm import VllmFrontend
+from rose.gateway.images import KeptImages
 from rose.gateway.text_codec import ServedModel
 from rose.gateway.turns.token_stream import ROUTED_EXPERTS, TOP_LOGPROBS, TokenStream
+from rose.images import Image
 
 PLAIN: Final = "plain"
 LAYERS, CHOICES = 48, 8
@@ -104,10 +108,37 @@ def measure(rounds: int, tokens: int) -> list[dict[str, Any]]:
     return rows
 
 
+def images(rounds: int) -> list[dict[str, Any]]:
+    """Measure a request that brings an image's bytes, and one that names it."""
+    data = b"\x89PNG\r\n\x1a\n" + os.urandom(1 << 20)
+    kept = KeptImages(64 << 20, lambda caller, job: job)
+    frontend = VllmFrontend(ServedModel("m", 1 << 20), 1, None, kept)
+    bodies = {PLAIN: [], "bytes": [data], "hash": [ImageName(Image.of(data).sha256)]}
+    found: dict[str, list[float]] = {name: [] for name in bodies}
+    sizes = dict[str, int]()
+    for _ in range(rounds + 1):
+        for name, given in bodies.items():
+            body = _encode({"token_ids": [5], "request_id": "r", "images": given})
+            sizes[name] = len(body)
+            began_s = time.perf_counter()
+            asyncio.run(frontend.read(body, {}))
+            found[name].append(1e6 * (time.perf_counter() - began_s))
+    plain = median(found[PLAIN][1:])
+    return [
+        {
+            "name": name,
+            "request_bytes": sizes[name] - sizes[PLAIN],
+            "added_us": round(median(found[name][1:]) - plain, 1),
+        }
+        for name in ("bytes", "hash")
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser_of(__doc__, "bench.micro.turn_extras", rounds=7, tokens=2_048).parse_args(argv)
     arms = measure(args.rounds, args.tokens)
-    return put_judged({"tokens": args.tokens, "arms": arms}, args.out, good=True)
+    made = {"tokens": args.tokens, "arms": arms, "images": images(args.rounds)}
+    return put_judged(made, args.out, good=True)
 
 
 if __name__ == "__main__":
