@@ -273,15 +273,14 @@ def section_bytes(record: type[PageRecord]) -> int:
 class PageSection(Generic[R]):
     """One record in shared memory with one writer, at byte `offset` (a multiple of 8) of `view`."""
 
-    __slots__ = ("_bytes", "_end", "_record", "_word", "_words", "start")
+    __slots__ = ("_payload", "_record", "_word", "_words", "start")
 
     def __init__(self, view: memoryview, offset: int, record: type[R]) -> None:
-        self._bytes = view
         # Aligned native 64-bit stores: a reader sees an old or a new sequence, never half of each.
         self._words = view.cast("Q")
         self._word = offset // WORD
         self.start = offset + HEADER_BYTES
-        self._end = self.start + record.LAYOUT.size
+        self._payload = view[self.start : self.start + record.LAYOUT.size]
         self._record = record
 
     @property
@@ -298,7 +297,7 @@ class PageSection(Generic[R]):
         words, word = self._words, self._word
         writing = (words[word] + 1) | 1
         words[word] = writing
-        self._bytes[self.start : self._end] = payload
+        self._payload[:] = payload
         words[word + 1] = zlib.crc32(payload, (writing + 1) & _SEED)
         words[word] = writing + 1
 
@@ -307,29 +306,31 @@ class PageSection(Generic[R]):
 
         Raises PageUnreadable if no consistent content was seen in SPINS + NAPS tries.
         """
-        payload = self.read_packed()
-        return None if payload is None else self._decode(payload)
-
-    def read_packed(self) -> bytes | None:
-        """Return the last whole record in binary form, as `read` does, for a reader at every step.
-
-        Its numbers may be out of range.
-        """
         for attempt in range(SPINS + NAPS):
             if attempt >= SPINS:
                 time.sleep(NAP_S)
-            before = self._words[self._word]
-            if before == 0:
+            if self.sequence == 0:
                 return None
-            if before & 1:
-                continue
-            payload = bytes(self._bytes[self.start : self._end])
-            crc = self._words[self._word + 1]
-            if self._words[self._word] == before and zlib.crc32(payload, before & _SEED) == crc:
-                return payload
+            if (found := self.read_after(0)) is not None:
+                return self._decode(found[1])
         raise PageUnreadable(
             f"{self._record.__name__} section stays torn: its writer died in a write or hangs"
         )
+
+    def read_after(self, sequence: int) -> tuple[int, bytes] | None:
+        """Return sequence and binary form of a record with another sequence; None without one.
+
+        For a reader at every step: it does not wait, so a record that is being written or stays
+        torn is None, too. Its numbers may be out of range.
+        """
+        words, word = self._words, self._word
+        found = words[word]
+        if found == sequence or found & 1:
+            return None
+        payload = self._payload.tobytes()
+        crc = words[word + 1]
+        whole = words[word] == found and zlib.crc32(payload, found & _SEED) == crc
+        return (found, payload) if whole else None
 
     def peek(self) -> R | None:
         """Return the last whole record; None if none was written or the section is unreadable."""
@@ -341,6 +342,7 @@ class PageSection(Generic[R]):
     def release(self) -> None:
         """Release the view of the mapped memory; the section is not usable afterwards."""
         self._words.release()
+        self._payload.release()
 
     def _decode(self, payload: bytes) -> R:
         try:

@@ -205,7 +205,7 @@ class HostLender:
         missing = max(self._core.missing(pool.free), self._wanted)
         # Measured, so noise may make it negative.
         returned = max(0, pool.pages.bytes_returned)
-        return KvLent(pool.granules.count, len(pool.held), returned, missing)
+        return KvLent(self._core.count, len(pool.held), returned, missing)
 
     @property
     def blocks_away(self) -> int:
@@ -241,14 +241,15 @@ class HostLender:
         self.pending = bool(forgotten) or lent == self._most_a_call or not self.pool.unmapped
         self.pending |= self._awake(now_ns, awaits=awaits or self._wanted > 0)
 
-    def arrived(self, prefill_tokens: int, requests: int) -> None:
-        """Take back the memory that a new request will need; nothing is lent by this call."""
+    def arrived(self, prefill_tokens: int, requests: int) -> bool:
+        """Take back the memory that a new request will need; return True if any is needed."""
         if self._retires:
-            return
+            return False
         now_ns, free = self.clock_ns(), self.pool.free
         demand = self._demand(prefill_tokens, requests, 0)
         count = self._core.step(now_ns, free, demand, idle=False)
         self._take_back(max(0, -count))
+        return count < 0
 
     def held_back(self, running: Sequence[Any]) -> frozenset[str]:
         """Return the ids of running requests that skip the step that is scheduled now."""

@@ -25,7 +25,7 @@ from executor.control_page.page import ControlPage, check_folder
 from executor.control_page.seqlock_records import LatencyRecord
 from executor.engine_settings import HOST, LEND, EngineSettings, page_path_of
 from executor.errors import ExecutorError, PageError
-from executor.host.kv_lender import HostLender, KvLent
+from executor.host.kv_lender import HostLender
 from executor.host.state_publisher import StatePublisher
 from executor.kv.lending import LendingLimits
 from executor.step_log import StepLog
@@ -186,21 +186,21 @@ class HostPlugin(ABC, Generic[Publisher]):
         lender, observer = self._lender, self._observer
         if lender is None:
             return
-        before = lender.lent
         tokens = observer.queued_prefill_tokens if observer is not None else 0
+        at_once = True  # The step of a busy host publishes what it changed.
         try:
             requests, next_tokens = self._demand()
             if arrived:
-                lender.arrived(tokens, requests)
+                at_once = lender.arrived(tokens, requests)
             else:
                 lender.step(tokens, requests, next_tokens)
+                at_once = requests == 0
         except Exception as error:  # noqa: BLE001 -- as above
             self.stop_lending(error)
         if lender.over:
             self._lender = None
-        now = self._lender.lent if self._lender is not None else KvLent()
-        if observer is not None and now != before:
-            self._quietly(observer.publish)
+        if at_once and observer is not None:
+            self._quietly(observer.publish_loan)
 
     def _quietly(self, observe: Callable[..., None], *args: object) -> None:
         try:

@@ -224,6 +224,7 @@ class StatePublisher(ABC):
         self._last_step_ns = 0
         self._published_idle = True
         self._unpublished = False
+        self._lent = _NOTHING_LENT
 
     @property
     def queued_prefill_tokens(self) -> int:
@@ -233,6 +234,23 @@ class StatePublisher(ABC):
     def publish(self) -> None:
         """Publish the engine's present state in the host section."""
         self._publish(self._clock_ns())
+
+    def publish_loan(self) -> None:
+        """Publish the loan at once if it changed; other changes wait as long as without it."""
+        if self._loan != self._lent:
+            unpublished = self._unpublished
+            self.publish()
+            self._unpublished = unpublished
+
+    @property
+    def _loan(self) -> KvLent:
+        lender = self._lender()
+        return _NOTHING_LENT if lender is None else lender.lent
+
+    @property
+    def _news(self) -> bool:
+        """True if the page lacks a change that the step that begins is to publish."""
+        return self._unpublished or self._loan != self._lent
 
     def _step_begins(self, began_ns: int) -> None:
         """Record a scheduled step with work; its scheduling began at `began_ns`."""
@@ -271,7 +289,7 @@ class StatePublisher(ABC):
 
     def _publish(self, now_ns: int) -> None:
         running, waiting, kv_used, kv_total = self._figures()
-        deadlines, lender = self._deadlines, self._lender()
+        deadlines, self._lent = self._deadlines, self._loan
         self._published_idle = not (self._steps_in_flight or running or waiting)
         self._unpublished = False
         self._write(
@@ -288,6 +306,6 @@ class StatePublisher(ABC):
                 self._busy_ns,
                 self._last_step_ns,
                 now_ns,
-                *(_NOTHING_LENT if lender is None else lender.lent),
+                *self._lent,
             )
         )

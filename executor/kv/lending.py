@@ -11,7 +11,7 @@ return.
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Final
+from typing import Final, NamedTuple
 
 from executor.control_page.seqlock_records import GuestState, HostState
 from executor.kv.shrink_plan import NO_CAP, Granules
@@ -46,8 +46,7 @@ class LendingLimits:
             raise ValueError("cold_ns must not be negative")
 
 
-@dataclass(frozen=True, slots=True)
-class KvFree:
+class KvFree(NamedTuple):
     """KV memory of a host that no request uses: `plain` and `cached` blocks, `lent` granules.
 
     Plain blocks hold nothing, cached ones a prefix; lent granules have no pages.
@@ -65,10 +64,11 @@ class LendingCore:
     """
 
     def __init__(self, granules: Granules, limits: LendingLimits) -> None:
-        self._granules = granules
+        self.count = granules.count
+        self._granule_blocks = granules.granule_blocks
         self._limits = limits
-        self.reserve = max(1, math.ceil(limits.reserve * granules.count))
-        self._stride = max(1, round(granules.count * _STRIDE))
+        self.reserve = max(1, math.ceil(limits.reserve * self.count))
+        self._stride = max(1, round(self.count * _STRIDE))
         self._needed_ns: int | None = None
         self._refilling = False
 
@@ -78,7 +78,7 @@ class LendingCore:
         demand_blocks: blocks that unfinished requests will still allocate. idle: there are no
         requests.
         """
-        a_granule = self._granules.granule_blocks
+        a_granule = self._granule_blocks
         whole = self.reserve * a_granule
         spare = free.plain - demand_blocks
         # Granules may come back in parts, if memory is not back at once.
@@ -98,7 +98,7 @@ class LendingCore:
 
         Never without lendable granules; under load only if nothing was taken back for `calm_ns`.
         """
-        if self.reserve >= self._granules.count:
+        if self.reserve >= self.count:
             return False
         return free.cached > demand_blocks and (idle or self._calm(now_ns))
 
@@ -107,8 +107,7 @@ class LendingCore:
 
     def missing(self, free: KvFree) -> int:
         """Return how many granules free and cached blocks fall short of the reserve; 0 for none."""
-        a_granule = self._granules.granule_blocks
-        return max(0, self.reserve - (free.plain + free.cached) // a_granule)
+        return max(0, self.reserve - (free.plain + free.cached) // self._granule_blocks)
 
 
 def lent_bytes(host: HostState | None, headroom: float = 0.0) -> int:

@@ -20,6 +20,7 @@ against a guest.
 import math
 import mmap
 import os
+import struct
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -213,20 +214,11 @@ class CommonGranule:
             self(0)
 
 
-class _Figures(NamedTuple):
-    """Fields of a RankReport that change, its last ones; without what a dataclass costs a step."""
-
-    done: int
-    bytes_returned: int
-    kept: int
-    owed: int
-    fetched: int
-    lends: bool
-    borrowed_crc: int
-    failure: bytes
-
-
-_CHANGING: Final = len(_Figures._fields)
+# The fields of a RankReport that change are its last ones, and each is a letter of the format.
+_Figures = tuple[int, int, int, int, int, bool, int, bytes]
+_CHANGING_FIELD: Final = RankReport.NAMES.index("done")
+_CHANGING: Final = struct.Struct("=" + RankReport.LAYOUT.format[1 + _CHANGING_FIELD :])
+_CHANGING_AT: Final = RankReport.LAYOUT.size - _CHANGING.size
 
 
 class _Rank:
@@ -244,37 +236,31 @@ class _Rank:
         if read is None:
             raise PageUnreadable("the rank has not reported yet")
         self.first: RankReport = read
-        self._sequence = -1
+        self._sequence = 0
         self.borrowed: frozenset[int] = frozenset()
-        self.figures = _Figures(0, 0, 0, 0, 0, False, -1, b"")
+        self.figures: _Figures = 0, 0, 0, 0, 0, False, -1, b""
         if not self.read():
             raise PageUnreadable("the rank's report is torn")
 
     def read(self) -> bool:
-        """Read the report if it was written since; return False if that was not possible.
+        """Return True if there is a new report, and read it.
 
         One that is being written, or stays torn, leaves the last whole one.
         """
-        sequence = self.section.sequence
-        if sequence == self._sequence:
-            return True
-        if sequence & 1:
+        found = self.section.read_after(self._sequence)
+        if found is None:
             return False
-        try:
-            packed = self.section.read_packed()
-        except PageUnreadable:
-            return False
-        crc = self.figures.borrowed_crc
-        self.figures = _Figures._make(RankReport.LAYOUT.unpack(packed or b"")[-_CHANGING:])
-        self._sequence = sequence
-        if self.figures.borrowed_crc != crc:
-            self._read_borrowed()
+        crc = self.figures[-2]
+        self._sequence = found[0]
+        self.figures = figures = _CHANGING.unpack_from(found[1], _CHANGING_AT)
+        if figures[-2] != crc:
+            self._read_borrowed(figures[-2])
         return True
 
-    def _read_borrowed(self) -> None:
+    def _read_borrowed(self, crc: int) -> None:
         bits = bytes(self._bits)
         # Bits that are being written belong to the next report, which is read then.
-        if zlib.crc32(bits) == self.figures.borrowed_crc:
+        if zlib.crc32(bits) == crc:
             set_bits = np.flatnonzero(np.unpackbits(np.frombuffer(bits, np.uint8)))
             self.borrowed = frozenset(set_bits.tolist())
 
@@ -283,14 +269,12 @@ class RankPages(PageBackend):
     """PageBackend over the pages of all ranks of an engine, whose steps carry its operations.
 
     `drain` returns those that the next step has to carry, and each rank's RankPager carries them
-    out. Figures are those of the rank with the worst.
+    out. Figures are those of the rank with the worst, as of the last `poll`.
     """
 
     def __init__(self, ranks: Sequence[_Rank], blocks: int) -> None:
         """Begin with the first reports. Raises RankError if they do not fit together."""
         self._ranks = ranks
-        self._sections = [rank.section for rank in ranks]
-        self._sequences: list[int] = []
         self._least_returned = self._most_kept = self._most_owed = 0
         self._lends = self._failed = False
         first = ranks[0].first
@@ -344,15 +328,14 @@ class RankPages(PageBackend):
 
     @property
     def settled(self) -> bool:
-        self._read()
         return not self._outstanding
 
     @property
     def bytes_returned(self) -> int:
-        self._read()
+        if not self._outstanding:
+            return self._least_returned
         coming = sum(len(o.granules) for o in self._outstanding if o.kind in _MAPPING)
-        least = self._least_returned
-        return max(0, least - coming * self._granule_bytes)
+        return max(0, self._least_returned - coming * self._granule_bytes)
 
     @property
     def released(self) -> Collection[int]:
@@ -360,13 +343,11 @@ class RankPages(PageBackend):
 
     @property
     def kept(self) -> int:
-        self._read()
         going = sum(len(o.granules) for o in self._outstanding if o.kind is RankCall.RELEASE)
         return going + self._most_kept
 
     @property
     def owed(self) -> int:
-        self._read()
         owed = self._most_owed
         going = (o.granules for o in self._outstanding if o.kind is RankCall.RELEASE)
         return owed and max(0, owed - sum(map(self.borrowed, (g for some in going for g in some))))
@@ -397,7 +378,6 @@ class RankPages(PageBackend):
         """Return how many of these granules, in order, every rank has mapped; have them mapped."""
         if self.always_restores:
             return len(granules)
-        self._read()
         count = next((n for n, g in enumerate(granules) if g not in self._fetched), len(granules))
         if count < len(granules) and self._fetching is None:
             self._fetching = self._issue(RankCall.FETCH, granules[count:])
@@ -418,8 +398,8 @@ class RankPages(PageBackend):
         Raises RankError if a rank failed.
         """
         self._read()
-        for number, section in enumerate(self._sections if self._failed else ()):
-            report = section.peek()
+        for number, rank in enumerate(self._ranks if self._failed else ()):
+            report = rank.section.peek()
             if report is not None and report.failure:
                 raise RankError(f"rank {number}: {report.failure}")
         return bool(self._outstanding) or self._lends
@@ -437,12 +417,8 @@ class RankPages(PageBackend):
         self._fetching = None
 
     def _read(self) -> None:
-        # At each step, several times: what did not change costs next to nothing.
-        sequences = [section.sequence for section in self._sections]
-        if sequences == self._sequences:
+        if True not in [rank.read() for rank in self._ranks]:
             return
-        unread = False in [rank.read() for rank in self._ranks]
-        self._sequences = [] if unread else sequences
         figures = [rank.figures for rank in self._ranks]
         dones, returned, kept, owed, fetched, lends, _, failures = zip(*figures, strict=True)
         self._least_returned, self._most_kept, self._most_owed = min(returned), max(kept), max(owed)

@@ -153,8 +153,10 @@ class GranuleQueue(Generic[Block]):
 
         No block with a prefix was freed into them since `before_ns`.
         """
+        if not most:
+            return []
         cold = takewhile(lambda entry: entry[1] < before_ns, self._recency.items())
-        seen = islice(cold, MOST_COLD if most else 0)
+        seen = islice(cold, MOST_COLD)
         size = self._granules.granule_blocks
         return list(islice((g for g, _ in seen if self.free_in(g) == size), most))
 

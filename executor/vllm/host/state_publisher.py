@@ -35,7 +35,7 @@ class HostStatePublisher(StatePublisher):
         if output.total_num_scheduled_tokens:
             self._step_begins(began_ns)
             self._deadlines.begun([new.req_id for new in output.scheduled_new_reqs])
-        if self._unpublished:
+        if self._news:
             self.publish()
 
     def stepped(self, output: StepSurface) -> None:

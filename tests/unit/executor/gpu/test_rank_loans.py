@@ -58,6 +58,7 @@ class ReservedRanks:
         operations = self.pages.drain()
         for pager in self.pagers:
             pager.carry_out(operations)
+        self.pages.poll()
 
 
 class Pair:

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from executor.errors import RankError
 from executor.kv.backing import Extent, HostPages, Range, resident_bytes
 from executor.kv.rank_pages import Operation, RankPager, RankPages
 from executor.kv.shrink_plan import Granules
@@ -122,7 +123,10 @@ class Engine:
         operations = self.pages.drain()
         for rank in self.ranks:
             rank.begin(operations, writes)
-        return [rank.end() for rank in self.ranks]
+        ended = [rank.end() for rank in self.ranks]
+        with suppress(RankError):
+            self.pages.poll()
+        return ended
 
 
 @contextmanager

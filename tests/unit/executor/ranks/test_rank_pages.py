@@ -5,6 +5,7 @@ import os
 import random
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -54,10 +55,26 @@ def test_what_one_rank_has_not_done_is_not_returned() -> None:
         for rank in ranks.ranks[:2]:
             rank.begin(operations)
             rank.end()
-        assert (pages.bytes_returned, pages.kept, pages.poll()) == (0, 2, True)
+        assert (pages.poll(), pages.bytes_returned, pages.kept) == (True, 0, 2)
         ranks.ranks[2].begin(operations)
         ranks.ranks[2].end()
-        assert (pages.bytes_returned, pages.kept, pages.poll()) == (2 * GRANULE_BYTES, 0, False)
+        assert (pages.poll(), pages.bytes_returned, pages.kept) == (False, 2 * GRANULE_BYTES, 0)
+
+
+@pytest.mark.parametrize("word", [0, 1], ids=["being written", "torn"])
+def test_a_report_counts_once_it_is_whole_and_from_the_next_poll_on(word: int) -> None:
+    ranks = InProcess()
+    pages = ranks.pages
+    pages.release([1])
+    operations = pages.drain()
+    for pager in ranks.pagers:
+        pager.carry_out(operations)
+    words = ranks.pagers[1]._section._words
+    words[word] ^= 1
+    assert (pages.poll(), pages.bytes_returned, pages.kept) == (True, 0, 1)
+    words[word] ^= 1
+    assert (pages.bytes_returned, pages.kept) == (0, 1)
+    assert (pages.poll(), pages.bytes_returned, pages.kept) == (False, GRANULE_BYTES, 0)
 
 
 def test_a_rank_that_hangs_delays_what_counts_and_holds_nobody() -> None:
@@ -78,7 +95,7 @@ def test_a_rank_that_hangs_delays_what_counts_and_holds_nobody() -> None:
         for rank in ranks.ranks:
             for _ in range(8):
                 rank.end()
-        assert (pages.kept, pages.bytes_returned) == (0, 8 * GRANULE_BYTES)
+        assert (pages.poll(), pages.kept, pages.bytes_returned) == (False, 0, 8 * GRANULE_BYTES)
 
 
 def test_a_rank_that_fails_is_named_and_touches_no_page_any_more() -> None:
@@ -206,6 +223,8 @@ class InProcess:
         operations = self.pages.drain()
         for rank in ranks:
             self.pagers[rank].carry_out(operations)
+        with suppress(RankError):
+            self.pages.poll()
 
 
 def test_memory_that_may_be_short_is_mapped_on_all_ranks_before_it_is_used() -> None:
@@ -358,7 +377,7 @@ def life(ranks: Engine, victim: int) -> Iterator[str]:
     other.end()
     yield "answered by the other rank"
     it.end()
-    assert pages.bytes_returned == 3 * GRANULE_BYTES
+    assert (pages.poll(), pages.bytes_returned) == (False, 3 * GRANULE_BYTES)
     yield "answered by both"
     pages.restore([2])
     yield "restored, and not sent"
@@ -378,6 +397,7 @@ def test_a_killed_rank_takes_nothing_with_it(number: int) -> None:
             where = list(islice(life(ranks, victim), point + 1))
             ranks.ranks[victim].kill()
             began_s, pages = time.monotonic(), ranks.pages
+            pages.poll()
             before = pages.bytes_returned
             assert before <= (3 if point >= 3 else 0) * GRANULE_BYTES, where[-1]
             pages.release([6])
