@@ -11,10 +11,11 @@ reason below the table. Results are committed, so that the page says the same ev
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from contract_engines import ENGINES, VLLM, ContractEngine
+from contract_engines import ENGINES, SGLANG, VLLM, ContractEngine
 from contract_promises import PROMISES, Promise, Side
 
 from rose.engines.spec import LACKS, Capability, EngineKind, lacking
@@ -28,6 +29,7 @@ RUN: Final = ROOT / "out" / "contract.json"
 WORDS: Final = {"passed": "kept", "failed": "**broken**"}
 TITLES: Final = {Side.HOST: "Host", Side.GUEST: "Guest", Side.WEIGHTS: "Weights"}
 NAMES: Final = {EngineKind.VLLM: "vLLM", EngineKind.SGLANG: "SGLang"}
+COLUMNS: Final = (*ENGINES, replace(SGLANG, name=f"{SGLANG.name}, 2 ranks"))
 Results = dict[str, dict[str, str]]
 
 
@@ -59,11 +61,11 @@ def promise_table(side: Side, found: Results) -> Iterator[str]:
     """A table of one side's promises."""
     yield f"### {TITLES[side]}\n\n"
     yield f"| a {side.value if side is not Side.WEIGHTS else 'replica'} … | "
-    yield " | ".join(engine.name for engine in ENGINES) + " |\n"
-    yield "| --- |" + " --- |" * len(ENGINES) + "\n"
+    yield " | ".join(engine.name for engine in COLUMNS) + " |\n"
+    yield "| --- |" + " --- |" * len(COLUMNS) + "\n"
     for promise in PROMISES:
         if promise.side is side:
-            cells = " | ".join(cell(engine, promise, found) for engine in ENGINES)
+            cells = " | ".join(cell(engine, promise, found) for engine in COLUMNS)
             yield f"| {promise.says} (`{promise.id}`) | {cells} |\n"
     yield "\n"
 
