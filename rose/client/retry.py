@@ -299,7 +299,7 @@ class Tries:
     async def _accepted(self, url: str, ask: ClientTurn, response: aiohttp.ClientResponse) -> None:
         """Return for status 200, else raise as `_check` does; record what the gateway has now."""
         if response.status == NO_IMAGE:
-            # It was started anew, or has forgotten some: the next try has their bytes.
+            # A gateway that was started anew, or dropped some: the next try has their bytes.
             self._sent.pop(url, None)
             raise _TryAgainError(wire.message(response.status, await response.read()))
         await _check(response)

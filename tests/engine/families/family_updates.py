@@ -29,7 +29,7 @@ from weight_transfer.apply.replica_weights import merged
 from weight_transfer.format.tensors import TensorBits, tensor_of
 
 PROMPTS = [[5 * k % 400 for k in range(40)], [(7 * k + 3) % 400 for k in range(100)]]
-# What a predicting layer has beside those of any other.
+# Weights that a predicting layer has beside those of other layers.
 PREDICTOR = ("enorm", "hnorm", "eh_proj", "shared_head")
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 UNIPROC = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
@@ -107,7 +107,7 @@ class FamilyReplica:
 
         self.engine.reset_prefix_cache()
         if self._sees:
-            # As the pause of an update does.
+            # The pause of an update does this.
             self.engine.llm_engine.reset_encoder_cache()
         prompts: list[dict[str, Any]] = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         if self._sees:

@@ -218,7 +218,7 @@ async def test_an_update_is_proven_and_turns_go_on_under_it(
     assert turn.token_ids != before.token_ids
     prompt = [*(turn.prompt_token_ids or ())]
     assert [*turn.token_ids] == trainers_own(folder, prompt, [CAT], new)
-    # What ran is computed anew, its image too.
+    # The running turn is computed anew, its image too.
     (_, _, changed), (_, begun, _) = over[0].versions
     assert changed == begun
     so_far = [*prompt, *over[0].token_ids[:begun]]

@@ -207,7 +207,7 @@ async def test_leases_of_two_jobs_are_apart(monkeypatch: pytest.MonkeyPatch) -> 
     assert [stamps(turns[job]) for job in "ab"] == [[7, 7], [0, 1, 1]]
     assert [turns[job].lines[-1]["finish_reason"] for job in "ab"] == ["revoked", "stop"]
     assert [each.status for each in (turns[""], turns["c"], late)] == [503] * 3
-    # What was on its way when the lease ended is taken, and no turn begins with it.
+    # A version on its way when the lease ended is taken, and no turn begins with it.
     await replica.update("a", 8)
     # The next job's turns wait for its version, and its adapter takes no other job's newest.
     admission.admit(3, "c", 4)
