@@ -16,6 +16,7 @@ target.
 
 import argparse
 import gc
+import multiprocessing
 import os
 import random
 import signal
@@ -24,9 +25,10 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +48,9 @@ TARGET_US = 30.0
 RUNNING = 256
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 64
-BLOCKS, GRANULE_BLOCKS, KV_BYTES = 1 << 18, 32, 16 << 30
+BLOCKS, KV_BYTES = 1 << 18, 16 << 30
+GRANULES = Granules(BLOCKS, 32)
+CORES = sorted(os.sched_getaffinity(0))
 # Long enough that the caches are its own again for most of a round.
 STEPS_A_ROUND = 40
 # Processes of each arm.
@@ -94,7 +98,7 @@ class VllmSteps:
         scheduler: Any,  # noqa: ANN401 - vLLM's
         hasher: Any,  # noqa: ANN401 - vLLM's
         traffic: OverheadTraffic,
-        ranks: Sequence[RankPager] = (),
+        ranks: Connection | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._ranks = ranks
@@ -115,8 +119,9 @@ class VllmSteps:
             self.scheduler.add_request(request)
         self._flight.append(self.scheduler.schedule())
         took_ns = time.perf_counter_ns() - began_ns
-        for rank in self._ranks:
-            rank.carry_out(getattr(self._flight[-1], OPERATIONS, ()))
+        if self._ranks is not None:
+            self._ranks.send(getattr(self._flight[-1], OPERATIONS, ()))
+            self._ranks.recv()
         if len(self._flight) >= self._traffic.in_flight:
             step = self._flight.popleft()
             sampled = self._sampled(step)
@@ -168,21 +173,36 @@ class NewsPages(NoPages):
         return next(self._news)
 
 
-def reporting_ranks(number: int) -> list[RankPager]:
-    """Have schedulers made from now on lend the memory of these ranks; return the ranks.
+def reporting_ranks(number: int) -> Connection:
+    """Have schedulers made from now on lend the memory of these ranks, in a process of their own.
 
-    Earlier ones of this process have to be gone.
+    Return the connection that takes each step's operations, and answers once they were carried out.
     """
     from executor.vllm.host import kv_lender
 
-    # The reports of an earlier load would be found again.
-    kv_lender.kv_pages = None  # type: ignore[assignment, attr-defined]
-    granules = Granules(BLOCKS, GRANULE_BLOCKS)
-    pagers = [RankPager(NewsPages(KV_BYTES), granules, n, number) for n in range(number)]
-    if pagers:
-        pages = RankPages.of_processes([os.getpid()], number, BLOCKS)
-        kv_lender.kv_pages = lambda *_: (pages, granules)  # type: ignore[attr-defined]
-    return pagers
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    process = fork.Process(target=carry_out, args=(number, theirs, ours), daemon=True)
+    process.start()
+    theirs.close()
+    ours.recv()
+    pages = RankPages.of_processes([process.pid or 0], number, BLOCKS)
+    kv_lender.kv_pages = lambda *_: (pages, GRANULES)  # type: ignore[attr-defined]
+    return ours
+
+
+def carry_out(number: int, steps: Connection, scheduler: Connection) -> None:
+    """Run the ranks on another core than the scheduler's, until it hangs up."""
+    scheduler.close()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.sched_setaffinity(0, {CORES[0]})
+    pagers = [RankPager(NewsPages(KV_BYTES), GRANULES, n, number) for n in range(number)]
+    with suppress(EOFError):
+        while True:
+            steps.send(None)
+            operations = steps.recv()
+            for pager in pagers:
+                pager.carry_out(operations)
 
 
 def engine_config(folder: Path) -> Any:  # noqa: ANN401 - vLLM's VllmConfig
@@ -254,8 +274,10 @@ def worker(kind: str, ranks: int) -> None:
     gc.disable()
     with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as folder:
         config = engine_config(Path(folder))
+        # What was imported stays, and is not looked through again.
+        gc.freeze()
         # Imports are most of a start, and those of all arms share all cores.
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        os.sched_setaffinity(0, {CORES[-1]})
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         name = ""
@@ -276,15 +298,16 @@ def loaded(name: str, kind: str, made: Any, config: Any, ranks: int) -> VllmStep
     (traffic,) = [each for each in TRAFFICS if each.name == name]
     page = Path(config.model_config.model) / name
     os.environ["ROSE_CONTROL_PAGE"] = str(page)
-    pagers = reporting_ranks(ranks if kind != "stock" and ranks > 1 else 0)
-    engine = VllmSteps(scheduler_of(made, config), block_hasher(config), traffic, pagers)
+    lends = kind != "stock" and ranks > 1
+    reports = reporting_ranks(ranks) if lends else None
+    engine = VllmSteps(scheduler_of(made, config), block_hasher(config), traffic, reports)
     engine.steps(FIRST_STEPS)
     # Steps that lend free memory for the first time cost more, and are not measured.
-    while pagers and engine.scheduler.lender.pending:
+    while lends and engine.scheduler.lender.pending:
         engine.steps(1)
     if kind != "stock":
         check_published(page)
-        assert not pagers or engine.scheduler.lender.lent.granules_total
+        assert not lends or engine.scheduler.lender.lent.granules_total
     return engine
 
 

@@ -249,8 +249,14 @@ class StatePublisher(ABC):
 
     @property
     def _news(self) -> bool:
-        """True if the page lacks a change that the step that begins is to publish."""
-        return self._unpublished or self._loan != self._lent
+        """True if the page lacks what the step that begins is to publish, or lends too much.
+
+        More to lend waits for the next time.
+        """
+        if self._unpublished:
+            return True
+        now, told = self._loan, self._lent
+        return now.bytes_lent < told.bytes_lent or now.reserve_missing > told.reserve_missing
 
     def _step_begins(self, began_ns: int) -> None:
         """Record a scheduled step with work; its scheduling began at `began_ns`."""
