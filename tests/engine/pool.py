@@ -251,6 +251,11 @@ class EnginePool:
                 self._replace(started)
         return found
 
+    def renew(self, started: Started) -> None:
+        """Start an engine anew that a test has ended."""
+        self._replace(started)
+        started.spent = ""
+
     def _alike(self, module: str, specs: Sequence[PoolSpec]) -> list[PoolSpec]:
         """Return the needs of the next modules that begin with the same engine."""
         alike: list[PoolSpec] = []

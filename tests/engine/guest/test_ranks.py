@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 from balloon_guest import MIB, Guest, prompts_of, same_tokens_though_disturbed
 from engine_specs import RANKED_GUEST, RANKED_HOST
-from pool import Started
+from pool import EnginePool, Started
 
 from executor import GrantMode, HostState
 from tests.harness.waiting import until_async
@@ -129,21 +129,23 @@ def state_of(host: Started) -> HostState:
     return host.control.host.peek() or HostState()
 
 
-async def ask(host: Started, http: aiohttp.ClientSession, tokens: int) -> None:
-    """Keep the host busy; it may die meanwhile."""
+async def ask(host: Started, http: aiohttp.ClientSession, tokens: int) -> list[int]:
+    """Keep the host busy, and return its tokens; it may die meanwhile."""
     body = {
         "model": host.spec.name,
         "prompt": [1, 2, 3],
         "max_tokens": tokens,
+        "temperature": 0,
         "ignore_eos": True,
         "detokenize": False,
         "return_token_ids": True,
     }
     try:
         async with http.post(f"{host.url}/v1/completions", json=body) as answer:
-            await answer.read()
-    except aiohttp.ClientError:
-        return
+            found: list[int] = (await answer.json())["choices"][0]["token_ids"]
+            return found
+    except (aiohttp.ClientError, KeyError):
+        return []
 
 
 def segments() -> set[str]:
@@ -215,6 +217,50 @@ async def test_a_guest_whose_rank_is_killed_ends_whole(guest: Guest) -> None:
         if "rose-rank-" in _maps(process.pid) and process.pid != os.getpid()
     ]
     assert not reports
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("victim", "rank", "moment"),
+    [
+        ("guest", 1, "it gives pages back beside a busy host"),
+        ("guest", 0, "it is inside a step"),
+        ("host", 0, "it lends, and its guest has a turn"),
+    ],
+)
+async def test_wherever_a_rank_is_killed_nothing_is_lost(
+    engine_pool: EnginePool, host: Started, guest: Guest, victim: str, rank: int, moment: str
+) -> None:
+    """The other engine says what it says undisturbed, and so does the one that starts anew."""
+    for engine in (host, guest.engine):
+        if engine.ended:
+            await asyncio.to_thread(engine_pool.renew, engine)
+    await until_async(lambda: state_of(host).bytes_lent > 16 << 20, 60, "it lends")
+    lent = state_of(host).granules_lent
+    shared = segments()
+    async with aiohttp.ClientSession() as http:
+        said, alone = await ask(host, http, 300), await guest.turn([1, 2, 3], 200)
+        turn = asyncio.create_task(guest.turn([1, 2, 3], 200))
+        await guest.until(lambda now: now.in_step)
+        asked = []
+        if moment.endswith("busy host"):
+            asked = [asyncio.create_task(ask(host, http, 300)) for _ in range(4)]
+            await until_async(lambda: state_of(host).running > 0, 30, "it is busy")
+            guest.node.hold(3)
+        await killed(host if victim == "host" else guest.engine, rank)
+        assert not segments() - shared
+        if victim == "host":
+            tokens = guest.state().tokens_total
+            await asyncio.sleep(0.5)
+            assert guest.state().tokens_total == tokens, "no step without its host"
+        else:
+            assert await asyncio.gather(*asked) == [said] * len(asked)
+            turn.cancel()
+        await asyncio.to_thread(engine_pool.renew, host if victim == "host" else guest.engine)
+        if victim == "host":
+            assert await turn == alone
+        assert (await ask(host, http, 300), await guest.turn([1, 2, 3], 200)) == (said, alone)
+    await until_async(lambda: state_of(host).granules_lent >= lent, 60, "it lends as much again")
 
 
 def _maps(pid: int) -> str:
