@@ -274,7 +274,7 @@ def worker(kind: str, ranks: int) -> None:
     gc.disable()
     with tempfile.TemporaryDirectory(prefix="rose-host-overhead-", dir=PAGE_FOLDER) as folder:
         config = engine_config(Path(folder))
-        # What was imported stays, and is not looked through again.
+        # Imported objects stay; the collector need not look through them again.
         gc.freeze()
         # Imports are most of a start, and those of all arms share all cores.
         os.sched_setaffinity(0, {CORES[-1]})
