@@ -182,7 +182,7 @@ def test_what_breaks_a_promise_on_sglang_is_refused_before_it_starts(
         (["--speculative-config=[]"], "none"),
         (["--speculative_config.num_speculative_tokens=3"], "none"),
         (['--speculative-config={"method": "eagle3", "model": "head"}'], "eagle3"),
-        (["--speculative_config.method", "mtp"], "mtp"),
+        (["--speculative_config.method", "medusa"], "medusa"),
         (["--speculative-config.method=ngram_gpu"], "ngram_gpu"),
     ],
 )
