@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from PIL.Image import DecompressionBombError
 from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.media.image import ImageMediaIO
@@ -20,7 +21,14 @@ from rose.images import Image
 from rose.replica.engine import BAD_REQUEST, RequestRefusedError
 from rose.replica.token_versions import KvStaleness
 
-_FAILURES = (ValueError, AssertionError, OSError, RuntimeError, TypeError)
+_FAILURES = (
+    ValueError,
+    AssertionError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    DecompressionBombError,
+)
 
 
 def why_none(engine: Any) -> str:  # noqa: ANN401 - vLLM's AsyncLLM

@@ -6,6 +6,7 @@ pytest.importorskip("vllm")
 
 import hashlib
 import io
+import zlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,9 @@ def file_of(shade: int) -> bytes:
 
 
 RED, DARK = file_of(255), file_of(7)
+# A head of 400 million pixels, of which the file has none.
+HUGE = RED[:16] + (20_000).to_bytes(4) * 2 + RED[24:29]
+HUGE += zlib.crc32(HUGE[12:29]).to_bytes(4) + RED[33:]
 NAMES = [hashlib.sha256(each).hexdigest() for each in (RED, DARK)]
 
 
@@ -129,6 +133,7 @@ async def test_each_image_has_its_tokens_once(
         ([91, *U, 92], [RED], ""),
         ([91, *U, *U, *U, 92], [RED], "images: the prompt has places of more than its 1 images"),
         ([5, *U], [RED[:40]], "images: Failed to load image"),
+        ([5, *U], [HUGE], "images: Image size (400000000 pixels) exceeds limit"),
     ],
 )
 async def test_a_prompt_that_does_not_fit_its_images_is_refused(
