@@ -2,6 +2,7 @@
 
     server      GRPOTrainer, use_vllm, vllm_mode="server"
     rollout     the same with a rollout_func: two turns a trajectory, in one session
+    vision      server mode, an image in each prompt; --model takes images
     lora        server mode that trains an adapter with PEFT, and publishes that alone
     callback    a rollout_func without vLLM: PublishCallback
     async       AsyncGRPOTrainer(weight_transfer=RoseWeightTransfer(...))
@@ -26,7 +27,14 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback, TrainerState
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerState,
+)
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
@@ -35,7 +43,7 @@ from rose.client import BlockingRolloutClient, Sampling
 from rose.integrations import PolicyPublisher, TrainerSettings
 
 PROMPTS = [f"say {number}" for number in range(64)]
-MODES = ("server", "rollout", "lora", "callback", "async", "unsynced", "stock")
+MODES = ("server", "vision", "rollout", "lora", "callback", "async", "unsynced", "stock")
 BATCH, GROUP, TOKENS = 32, 8, 16
 SAVED = "checkpoint-*"
 WORD = re.compile("<[^<>]*>")
@@ -112,6 +120,17 @@ def once(work: Callable[[], object]) -> Callable[[], None]:
     return called
 
 
+def texts() -> Dataset:
+    return Dataset.from_dict({"prompt": PROMPTS})
+
+
+def pictures() -> Dataset:
+    """Return prompts with an image each, of one colour."""
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    images = [Image.new("RGB", (40, 30), (4 * k, 255 - 3 * k, 90)) for k in range(len(chats))]
+    return Dataset.from_dict({"prompt": chats, "image": images})
+
+
 def two_turns(client: BlockingRolloutClient, newest: Callable[[], int]) -> Callable[..., Any]:
     """Make a rollout_func: the policy speaks, an environment asks on, the policy speaks again."""
 
@@ -186,6 +205,12 @@ def grpo(args: argparse.Namespace) -> tuple[Any, PolicyPublisher | None]:
         if args.mode in ("rollout", "callback"):
             newest = publisher
             more["rollout_func"] = two_turns(settings.client(), lambda: newest.version)
+    if args.mode == "vision":
+        # The trainer's model would take a sampled placeholder for one more image.
+        config = AutoConfig.from_pretrained(args.model)
+        allowed = [*range(config.text_config.vocab_size)]
+        allowed.remove(config.image_token_id)
+        served["generation_kwargs"] = {"allowed_token_ids": allowed}
     trainer = GRPOTrainer(
         model=str(args.model),
         args=GRPOConfig(
@@ -196,7 +221,9 @@ def grpo(args: argparse.Namespace) -> tuple[Any, PolicyPublisher | None]:
             model_init_kwargs={"dtype": "float32"},
         ),
         reward_funcs=letters,
-        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=pictures()
+        if args.mode == "vision"
+        else Dataset.from_dict({"prompt": PROMPTS}),
         callbacks=callbacks,
         **more,
     )

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from rose.client import BlockingRolloutClient, Sampling
+from tests.harness.vision_model import save_vision_model
 from tests.harness.waiting import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy, spawn_trainer, venv
 
@@ -125,6 +126,28 @@ def test_grpo_learns_and_samples_what_it_trains(
     if mode != "callback":
         # Without vLLM's mode TRL does not look at the sampler's.
         assert run.mismatch <= 0.01
+
+
+@pytest.fixture(scope="module")
+def seeing(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerStack]:
+    """A fleet of a model that takes images."""
+    model = tmp_path_factory.mktemp("vision") / "model"
+    save_vision_model(model, "bfloat16")
+    with TrainerStack(tmp_path_factory.mktemp("seeing"), model) as started:
+        started.wait_ready()
+        yield started
+
+
+def test_grpo_of_a_vision_language_model_trains_on_what_its_sampler_saw(
+    python: Path, seeing: TrainerStack, tmp_path: Path
+) -> None:
+    with started(python, seeing, tmp_path, "vision", 4) as process:
+        run = finished(process, tmp_path)
+    first, *_, last = run.versions
+    assert run.versions == list(range(first, first + 4))
+    assert serves(seeing, last)
+    # Another image, or other places of its tokens, would be other chances.
+    assert run.mismatch <= 0.01
 
 
 @pytest.fixture(scope="module")
