@@ -146,8 +146,8 @@ def test_grpo_of_a_vision_language_model_trains_on_what_its_sampler_saw(
     first, *_, last = run.versions
     assert run.versions == list(range(first, first + 4))
     assert serves(seeing, last)
-    # Another image, or other places of its tokens, would be other chances.
-    assert run.mismatch <= 0.01
+    # The sampler's bfloat16 alone is 0.03 for this random model, another image 2.5.
+    assert run.mismatch <= 0.1
 
 
 @pytest.fixture(scope="module")
