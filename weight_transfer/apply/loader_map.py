@@ -77,7 +77,7 @@ class LoaderMap:
         packed = _packed(model, trace)
         live = {n: t for n, t in live_tensors(model, trace).items() if _module(n) not in packed}
         if own is not None:
-            live = {name: live[name] for name in own}
+            live = {name: live[name] for name in own if name in live}
         by_target: dict[str, list[Rectangle]] = defaultdict(list)
         for rectangle in trace.rectangles:
             by_target[rectangle.target].append(rectangle)
