@@ -139,7 +139,7 @@ def load_from_memory(worker: Any) -> None:  # noqa: ANN401 -- vLLM's
 
     tensors = worker.rose_weights.tensors
     runner = worker.model_runner
-    load_fresh(VllmLoader(runner.vllm_config, runner.device), tensors, overlay(tensors, {}))
+    load_fresh(VllmLoader(runner.vllm_config, runner.device), tensors, overlay(tensors))
 
 
 def timed(run: Callable[[], object]) -> float:

@@ -178,11 +178,10 @@ class Tries:
         Raises GatewayUnavailable when all tries failed, or the error that a gateway's refusal
         means.
         """
-        body = wire.encode(row.ask.body)
 
         async def ask(url: str) -> Turn:
-            whole = self._named(url, row.ask, row.ask.body) if row.ask.images else body
-            async with self._post(url, whole, row.ask) as response:
+            body = self._encoded(url, row.ask, row.ask.body)
+            async with self._post(url, body, row.ask) as response:
                 await self._accepted(url, row.ask, response)
                 return wire.decode_turn(await response.read(), wire.traced(response))
 
@@ -247,8 +246,7 @@ class Tries:
         received = Received(row.ask)
 
         async def attempt(url: str, asked: ClientTurn) -> None:
-            streamed = structs.replace(asked.body, stream=True)
-            body = self._named(url, asked, streamed) if asked.images else wire.encode(streamed)
+            body = self._encoded(url, asked, structs.replace(asked.body, stream=True))
             async with self._post(url, body, asked) as response:
                 await self._accepted(url, asked, response)
                 received.trace_id = wire.traced(response)
@@ -286,10 +284,12 @@ class Tries:
                     raise _TryAgainError(event.error.message)
                 raise wire.refusal(event.error.code, event.error.message)
 
-    def _named(self, url: str, ask: ClientTurn, body: GatewayGenerateBody) -> bytes:
+    def _encoded(self, url: str, ask: ClientTurn, body: GatewayGenerateBody) -> bytes:
         """Return the request with the turn's images: by their hashes those that the gateway was
         sent, as bytes the others.
         """
+        if not ask.images:
+            return wire.encode(body)
         sent = self._sent.get(url, ())
         images = [
             ImageName(each.sha256) if each.sha256 in sent else each.data for each in ask.images

@@ -51,10 +51,10 @@ def digest_after(before: bytes, message: object) -> bytes:
     text, marks for caches and ids of calls make no difference.
     """
     found = _message(message, as_parts=True)
-    parts = [] if found["role"] == "tool" else found["content"]
-    shown_parts = [part.get("text", "\0") for part in parts]
-    text = "\n".join(filter(None, shown_parts)) if found["role"] != "tool" else found["content"]
-    images = [part["sha256"] for part in parts if "text" not in part]
+    text, images = found["content"], list[str]()
+    if found["role"] != "tool":
+        images = [part["sha256"] for part in text if "text" not in part]
+        text = "\n".join(filter(None, (part.get("text", "\0") for part in text)))
     if found["role"] == "assistant":
         text = text.strip()
     calls = [

@@ -209,7 +209,7 @@ def reference_in_pieces(
     one layer is in memory at a time, without one the whole model.
     """
 
-    read = overlay(tensors, {t.name: t for t in staged.tensors} if staged else {})
+    read = overlay(tensors, staged.tensors if staged else ())
     if plan is not None:
         layered = LayeredModel(engine, plan, read, loose)
         logits = yield from layered.pieces()
@@ -222,16 +222,17 @@ def reference_in_pieces(
     return Reference(logits, {name: known[name].detach() for name in loose}, modules)
 
 
-def overlay(tensors: Mapping[str, TensorBits], staged: Mapping[str, StagedTensor]) -> ReadTensor:
+def overlay(tensors: Mapping[str, TensorBits], staged: Iterable[StagedTensor] = ()) -> ReadTensor:
     """Return a function that reads a tensor by name with the changes of `staged` made.
 
     Each call makes a new torch tensor; `tensors` stay what they are.
     """
+    changed = {each.name: each.change for each in staged}
 
     def read(name: str) -> torch.Tensor:
         tensor = tensor_of(tensors[name])
-        if name in staged:
-            change = staged[name].change
+        if name in changed:
+            change = changed[name]
             bits_of(tensor)[change.indices] = change.new
         return tensor
 

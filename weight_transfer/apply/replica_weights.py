@@ -330,10 +330,8 @@ class ReplicaWeights:
         if not drafted:
             return reference
         assert self.engine.drafts is not None
-        staged = {each.name: each for each in update.tensors} if update else {}
-        drafts = yield from load_in_pieces(
-            self.engine.drafts, self._drafted, overlay(tensors, staged)
-        )
+        read = overlay(tensors, update.tensors if update else ())
+        drafts = yield from load_in_pieces(self.engine.drafts, self._drafted, read)
         known = dict(drafts.named_parameters()) | dict(drafts.named_buffers())
         fresh = {name: known[name.removeprefix(DRAFTS)].detach() for name in drafted}
         return replace(reference, loose={**reference.loose, **fresh})
@@ -419,7 +417,7 @@ def map_engine(
     trace = trace_loader(traced, base)
 
     def fresh() -> torch.nn.Module:
-        return load_fresh(engine, base, overlay(base, {}))
+        return load_fresh(engine, base, overlay(base))
 
     proved = LoaderMap.prove(engine.model, trace, base, fresh)
     whole = not layerwise or proved.packed
@@ -442,7 +440,7 @@ def map_drafts(
     names = tuple(dict.fromkeys((*fill, *trace.transformed)))
 
     def fresh() -> torch.nn.Module:
-        return load_fresh(drafts, names, overlay(base, {}))
+        return load_fresh(drafts, names, overlay(base))
 
     proved = LoaderMap.prove(drafts.model, trace, base, fresh, own)
     if proved.packed:

@@ -452,7 +452,7 @@ class Download:
         self._file.write(block)
         self._file.flush()
         self._hash.update(block)
-        # In the same thread's turn: an adapter has hundreds of chunks of a few KB.
+        # Adapters have hundreds of chunks of a few KB: each is proven in the same thread's turn.
         if self.here + len(block) == self.ref.encoded_bytes:
             self._finish()
 

@@ -270,7 +270,7 @@ class AdapterWeights(ReplicaWeights):
         plan = receiver.plan(verified, time.time())
         chunks = self._chunks(chunks_dir, verified)
         update = plan.update(receiver.decode_tensor(plan, name, chunks) for name in plan.tensors)
-        read = overlay(receiver.tensors, {tensor.name: tensor for tensor in update.tensors})
+        read = overlay(receiver.tensors, update.tensors)
         tensors = {name: read(name) for name in receiver.tensors}
         number = adapter_number(attempt)
         made = self._slots.built(number, adapter, tensors)

@@ -61,15 +61,14 @@ def never() -> torch.nn.Module:
 def main() -> None:
     engine = loader()
     base = read_model_dir(Path(MODEL))
-    live = load_fresh(engine, base, overlay(base, {}))
+    live = load_fresh(engine, base, overlay(base))
     trace = trace_loader(engine.skeleton(torch.device("meta")), base)
     found = LoaderMap.prove(live, trace, base, never)
     manifest = Manifest.from_bytes(Path(MANIFEST).read_bytes())
     chunks = {ref.id: (Path(CHUNKS) / ref.id).read_bytes() for ref in manifest.chunks}
     staged = Receiver(base).decode(manifest, chunks, None, time.time())
     wrong = write(place(found, staged))
-    changes = {tensor.name: tensor for tensor in staged.tensors}
-    fresh = dict(load_fresh(engine, base, overlay(base, changes)).named_parameters())
+    fresh = dict(load_fresh(engine, base, overlay(base, staged.tensors)).named_parameters())
     same = all(torch.equal(p, fresh[name]) for name, p in live.named_parameters())
     parts = [[p.tensor, p.key, p.elements, p.total] for p in Audit(found).step(1 << 40)]
     said: dict[str, Any] = {"wrong": wrong, "same": same, "parts": parts}

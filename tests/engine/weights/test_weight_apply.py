@@ -320,7 +320,7 @@ def test_a_fresh_load_has_one_layer_in_memory_at_a_time(served: ServedEngine) ->
 
         weights = worker.rose_weights
         engine, tensors = weights.engine, weights.tensors
-        layered = LayeredModel(engine, weights.load_plan, overlay(tensors, {}), ())
+        layered = LayeredModel(engine, weights.load_plan, overlay(tensors), ())
 
         def held() -> int:
             return sum(t.nbytes for t in dict(layered.model.named_parameters()).values()

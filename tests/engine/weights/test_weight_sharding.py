@@ -103,7 +103,7 @@ def meta_skeleton(case: ShardingCase) -> Any:
 def load(case: ShardingCase, tensors: dict[str, TensorBits]) -> Any:
     from weight_transfer.apply.reference import load_fresh, overlay
 
-    return load_fresh(loader(case), tensors, overlay(tensors, {}))
+    return load_fresh(loader(case), tensors, overlay(tensors))
 
 
 def differing(one: Any, other: Any) -> list[str]:
@@ -220,7 +220,7 @@ def test_experts_that_an_engine_packs_are_copied_from_its_own_load(
         loader_map = LoaderMap.prove(live, trace, case.base, lambda: load(case, case.base))
         assert len(loader_map.loose) == 4, "two stacks of experts in each of two layers"
         assert all("experts" in name for name in loader_map.transformed)
-        read = overlay(case.base, {tensor.name: tensor for tensor in case.staged.tensors})
+        read = overlay(case.base, case.staged.tensors)
         fresh = load_fresh(loader(case), case.base, read)
         known = dict(fresh.named_parameters())
         loose = {name: known[name] for name in loader_map.loose}

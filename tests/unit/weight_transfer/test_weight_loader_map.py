@@ -140,8 +140,7 @@ def test_what_a_loader_transforms_is_copied_from_a_fresh_load(
     proved = LoaderMap.prove(model, trace, base, lambda: loaded(NormTransforming(), base))
     assert proved.loose == ("norm.weight",)
     assert list(proved.transformed) == ["norm.weight"]
-    changes = {tensor.name: tensor for tensor in staged.tensors}
-    read = overlay(base, changes)
+    read = overlay(base, staged.tensors)
     fresh = NormTransforming()
     fresh.load_weights((name, read(name)) for name in base)
     reference = Reference(torch.zeros(1), {"norm.weight": fresh.norm["weight"]})
@@ -188,7 +187,7 @@ def test_a_module_that_packed_its_weight_away_changes_places_with_a_fresh_one(
 def test_the_overlay_reads_the_new_version_and_leaves_the_old(
     base: dict[str, TensorBits], new: dict[str, TensorBits], staged: StagedUpdate
 ) -> None:
-    read = overlay(base, {tensor.name: tensor for tensor in staged.tensors})
+    read = overlay(base, staged.tensors)
     for name in base:
         assert torch.equal(read(name), tensor_of(new[name]))
     assert Receiver(base).digests == Receiver(checkpoint(0)).digests
@@ -312,4 +311,14 @@ def test_what_a_loader_of_drafts_computes_is_copied_from_a_fresh_load_or_refused
     with torch.no_grad():
         drafts.model.norm["weight"][0] += 1
     with pytest.raises(LoaderMapError, match="another checkpoint than this base"):
+        map_drafts(prove(model, base), drafts, base)
+
+
+def test_drafts_that_keep_weights_elsewhere_are_refused(base: dict[str, TensorBits]) -> None:
+    model = loaded(FakeEngineModel(), base)
+    drafts = FakeDrafts(FakeEngineModel, model)
+    loaded(drafts.model, base)
+    drafts.model.norm["scale"] = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    del drafts.model.norm["weight"]
+    with pytest.raises(LoaderMapError, match="drafts keep weights of norm elsewhere"):
         map_drafts(prove(model, base), drafts, base)
