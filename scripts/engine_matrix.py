@@ -39,6 +39,13 @@ TESTS: Final = [
         *("host/test_host_state_publisher", "host/test_vllm_host_plugin", "kv/test_vllm_probes"),
     )
 ]
+_LOADS: Final = """
+import torch
+from vllm.platforms import current_platform
+current_platform.import_kernels()
+torch.ops._C.rms_norm
+"""
+"""Fails if the kernels that vLLM picks for this CPU do not load beside this torch."""
 _OUTCOME = re.compile(r"(\d+) (passed|failed|error)")
 Parts = Mapping[str, Iterable[str]]
 
@@ -78,7 +85,7 @@ def unpacked(requirement: str) -> Path:
 def tested(folder: Path) -> dict[str, int] | None:
     """Return how many tests passed and failed on the vLLM in `folder`; None if it does not load."""
     env = os.environ | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
-    loads = [sys.executable, "-c", "import vllm._C"]
+    loads = [sys.executable, "-c", _LOADS]
     if subprocess.run(loads, env=env, capture_output=True, check=False).returncode:
         return None
     words = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *TESTS]

@@ -62,15 +62,21 @@ class GranuleQueue(Generic[Block]):
             self._add(self._plain, block)
 
     def append_n(self, blocks: Sequence[Block]) -> None:
-        """Add free blocks whose content may be requested again."""
+        """Add free blocks whose content may be requested again: those that have a hash.
+
+        vLLM 0.27 appends all blocks where prefix caching is off.
+        """
         for block in blocks:
+            if block.block_hash is None:
+                self._add(self._plain, block)
+                continue
             self._add(self._cached, block)
             granule = self._granules.of(block.block_id)
             self._recency[granule] = self.now_ns
             self._recency.move_to_end(granule)
 
     def append(self, block: Block) -> None:
-        """Add one free block whose content may be requested again."""
+        """Add one free block, as `append_n` does."""
         self.append_n([block])
 
     def popleft(self) -> Block:

@@ -57,10 +57,7 @@ def _behaviour(pool: Any) -> dict[str, object]:  # noqa: ANN401 -- vLLM's pool
     pool.touch(taken[:1])
     result["blocks after a touch"] = (pool.get_num_free_blocks(), _used(taken))
     pool.free_blocks([taken[0], *taken[2:]])
-    block = queue.popleft()
-    queue.append(block)
-    queue.remove(block)
-    queue.prepend_n([block])  # It has no cached content.
+    queue.append(queue.popleft())
     return result | {
         "blocks after all are freed": (_numbers(queue.get_all_free_blocks()), _used(taken)),
         "counts after all are freed": (pool.get_num_free_blocks(), queue.num_free_blocks),

@@ -225,9 +225,15 @@ def test_the_queue_can_be_walked_from_any_block_on() -> None:
     queue = manager.block_pool.free_block_queue
     blocks = queue.get_all_free_blocks()
     assert list(queue.iter_blocks_after(blocks[10])) == blocks[11:]
+    plain = queue.num_plain_blocks
     queue.remove(blocks[3])
     queue.append(blocks[3])
+    assert queue.num_plain_blocks == plain, "a block without a hash has nothing to be kept for"
+    queue.remove(blocks[3])
+    blocks[3]._block_hash = b"prefix"
+    queue.append(blocks[3])
     assert queue.get_all_free_blocks()[-1] is blocks[3]
+    assert queue.num_plain_blocks == plain - 1
 
 
 def measured(manager: Any, load: Load, granules: Granules) -> tuple[float, float]:
