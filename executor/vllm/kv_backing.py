@@ -53,6 +53,7 @@ from executor.kv.shrink_plan import Granules, KvGroup
 
 logger = logging.getLogger("vllm.rose.kv")
 FALLBACK_GRANULE_BLOCKS: Final = 16
+VIEW_DIMS_025: Final = 5
 
 
 class Storage(NamedTuple):
@@ -223,10 +224,17 @@ def packed(config: Any) -> Any:  # noqa: ANN401 -- vLLM's KVCacheConfig
 def check_views(caches: Iterable[Any]) -> None:
     """Raise ExecutorError unless each layer's tensor has a block's content in one run.
 
-    vLLM 0.25 makes wrong views of a packed plan where heads come before tokens.
+    vLLM 0.25, whose views have five dimensions, makes wrong ones of a packed plan where heads come
+    before tokens.
     """
-    if not all(cache[0].is_contiguous() for cache in caches):
-        raise ExecutorError("the KV cache has heads before tokens; set VLLM_KV_CACHE_LAYOUT=NHD")
+    for cache in caches:
+        block = cache[0]
+        order = sorted(range(block.dim()), key=block.stride, reverse=True)
+        run = block if cache.dim() == VIEW_DIMS_025 else block.permute(order)
+        if not run.is_contiguous():
+            raise ExecutorError(
+                "the KV cache has heads before tokens; set VLLM_KV_CACHE_LAYOUT=NHD"
+            )
 
 
 def kv_pages(
