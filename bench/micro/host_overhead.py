@@ -9,9 +9,9 @@ came first. A round counts as its median step, or another process on the core wo
 measurement. `overhead_us` is observed minus stock; `inside_us`, what the added code takes by its
 own clock, is held against the target: where a process's memory lies moves a step by more than that,
 which is why several pairs of processes run and intervals are taken over them. Over several ranks
-the host lends, and between any two steps each rank reports other figures. It takes three minutes
-on two cores. Prints one JSON object; exit code 1 when an interval of `inside_us` reaches above the
-target.
+the host lends, and a load more has pages on their way: between any two steps each rank reports
+other figures. It takes four minutes on two cores. Prints one JSON object; exit code 1 when an
+interval of `inside_us` reaches above the target.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, repeat
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -74,19 +74,21 @@ class OverheadTraffic:
     """A load. `output_tokens`: shortest and longest answer; one that ends makes room for the next.
 
     `in_flight`: steps scheduled ahead, 2 with asynchronous scheduling. `backlog`: requests that
-    wait without a chance to run.
+    wait without a chance to run. `moving`: each rank reports other figures after every step.
     """
 
     name: str
     output_tokens: tuple[int, int]
     in_flight: int
     backlog: int
+    moving: bool = False
 
 
 TRAFFICS = (
     OverheadTraffic("steady", (100_000, 100_000), in_flight=1, backlog=0),
     OverheadTraffic("turnover", (50, 350), in_flight=2, backlog=0),
     OverheadTraffic("overload", (50, 350), in_flight=2, backlog=1_000),
+    OverheadTraffic("moving", (100_000, 100_000), in_flight=1, backlog=0, moving=True),
 )
 
 
@@ -159,21 +161,21 @@ class VllmSteps:
         return ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, tokens)
 
 
-class NewsPages(NoPages):
-    """Pages of a rank that measures another figure each time."""
+class BenchPages(NoPages):
+    """Pages of a rank; with `moving` their figure is another one each time."""
 
     always_restores = False
 
-    def __init__(self, bytes_total: int) -> None:
+    def __init__(self, bytes_total: int, *, moving: bool) -> None:
         super().__init__(bytes_total)
-        self._news = count()
+        self._figures = count() if moving else repeat(0)
 
     @property
     def bytes_returned(self) -> int:  # type: ignore[override] # NoPages has a constant
-        return next(self._news)
+        return next(self._figures)
 
 
-def reporting_ranks(number: int) -> Connection:
+def reporting_ranks(number: int, *, moving: bool) -> Connection:
     """Have schedulers made from now on lend the memory of these ranks, in a process of their own.
 
     Return the connection that takes each step's operations, and answers once they were carried out.
@@ -182,7 +184,8 @@ def reporting_ranks(number: int) -> Connection:
 
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
-    process = fork.Process(target=carry_out, args=(number, theirs, ours), daemon=True)
+    arguments = number, theirs, ours, moving
+    process = fork.Process(target=carry_out, args=arguments, daemon=True)
     process.start()
     theirs.close()
     ours.recv()
@@ -191,12 +194,13 @@ def reporting_ranks(number: int) -> Connection:
     return ours
 
 
-def carry_out(number: int, steps: Connection, scheduler: Connection) -> None:
+def carry_out(number: int, steps: Connection, scheduler: Connection, moving: bool) -> None:
     """Run the ranks on another core than the scheduler's, until it hangs up."""
     scheduler.close()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.sched_setaffinity(0, {CORES[0]})
-    pagers = [RankPager(NewsPages(KV_BYTES), GRANULES, n, number) for n in range(number)]
+    pages = [BenchPages(KV_BYTES, moving=moving) for _ in range(number)]
+    pagers = [RankPager(each, GRANULES, rank, number) for rank, each in enumerate(pages)]
     with suppress(EOFError):
         while True:
             steps.send(None)
@@ -299,7 +303,7 @@ def loaded(name: str, kind: str, made: Any, config: Any, ranks: int) -> VllmStep
     page = Path(config.model_config.model) / name
     os.environ["ROSE_CONTROL_PAGE"] = str(page)
     lends = kind != "stock" and ranks > 1
-    reports = reporting_ranks(ranks) if lends else None
+    reports = reporting_ranks(ranks, moving=traffic.moving) if lends else None
     engine = VllmSteps(scheduler_of(made, config), block_hasher(config), traffic, reports)
     engine.steps(FIRST_STEPS)
     # Steps that lend free memory for the first time cost more, and are not measured.
@@ -408,7 +412,8 @@ def within_target(figures: dict[str, object]) -> bool:
 
 def measured(rounds: int, ranks: int) -> dict[str, Rounds]:
     """Measure every load, by pairs of fresh processes, one after the other."""
-    found = {traffic.name: Rounds() for traffic in TRAFFICS}
+    traffics = [traffic for traffic in TRAFFICS if ranks > 1 or not traffic.moving]
+    found = {traffic.name: Rounds() for traffic in traffics}
     for _ in range(PROCESSES):
         with ExitStack() as stack:
             arms = {
@@ -423,7 +428,7 @@ def measured(rounds: int, ranks: int) -> dict[str, Rounds]:
             }
             for arm in arms.values():
                 assert arm.read() == b"ready\n"
-            for traffic in TRAFFICS:
+            for traffic in traffics:
                 found[traffic.name].measure(traffic, rounds, arms)
     return found
 
@@ -439,7 +444,7 @@ def main() -> int:
         worker(arguments.worker, ranks)
         return 0
     found = measured(arguments.rounds, ranks)
-    loads = {traffic.name: found[traffic.name].figures(traffic) for traffic in TRAFFICS}
+    loads = {each.name: found[each.name].figures(each) for each in TRAFFICS if each.name in found}
     holds = all(within_target(figures) for figures in loads.values())
     report = {
         "running": RUNNING,

@@ -237,9 +237,10 @@ class StatePublisher(ABC):
 
     def publish_loan(self) -> None:
         """Publish the loan at once if it changed; other changes wait as long as without it."""
-        if self._loan != self._lent:
+        loan = self._loan
+        if loan != self._lent:
             unpublished = self._unpublished
-            self.publish()
+            self._publish(self._clock_ns(), loan)
             self._unpublished = unpublished
 
     @property
@@ -247,16 +248,15 @@ class StatePublisher(ABC):
         lender = self._lender()
         return _NOTHING_LENT if lender is None else lender.lent
 
-    @property
-    def _news(self) -> bool:
-        """True if the page lacks what the step that begins is to publish, or lends too much.
+    def _publish_begun(self) -> None:
+        """Publish if the page lacks what the step that begins is to publish, or lends too much.
 
         More to lend waits for the next time.
         """
-        if self._unpublished:
-            return True
-        now, told = self._loan, self._lent
-        return now.bytes_lent < told.bytes_lent or now.reserve_missing > told.reserve_missing
+        loan, published = self._loan, self._lent
+        lends_less = loan.bytes_lent < published.bytes_lent
+        if self._unpublished or lends_less or loan.reserve_missing > published.reserve_missing:
+            self._publish(self._clock_ns(), loan)
 
     def _step_begins(self, began_ns: int) -> None:
         """Record a scheduled step with work; its scheduling began at `began_ns`."""
@@ -293,9 +293,9 @@ class StatePublisher(ABC):
     def _figures(self) -> tuple[int, int, int, int]:
         """Return four numbers: running and waiting requests, used KV blocks, all KV blocks."""
 
-    def _publish(self, now_ns: int) -> None:
+    def _publish(self, now_ns: int, loan: KvLent | None = None) -> None:
         running, waiting, kv_used, kv_total = self._figures()
-        deadlines, self._lent = self._deadlines, self._loan
+        deadlines, self._lent = self._deadlines, loan or self._loan
         self._published_idle = not (self._steps_in_flight or running or waiting)
         self._unpublished = False
         self._write(

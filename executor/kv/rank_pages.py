@@ -275,6 +275,7 @@ class RankPages(PageBackend):
     def __init__(self, ranks: Sequence[_Rank], blocks: int) -> None:
         """Begin with the first reports. Raises RankError if they do not fit together."""
         self._ranks = ranks
+        self._sequences: list[int] = []
         self._least_returned = self._most_kept = self._most_owed = 0
         self._lends = self._failed = False
         first = ranks[0].first
@@ -417,6 +418,10 @@ class RankPages(PageBackend):
         self._fetching = None
 
     def _read(self) -> None:
+        sequences = [rank.section.sequence for rank in self._ranks]
+        if sequences == self._sequences:
+            return
+        self._sequences = sequences
         if True not in [rank.read() for rank in self._ranks]:
             return
         figures = [rank.figures for rank in self._ranks]

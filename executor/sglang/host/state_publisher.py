@@ -96,8 +96,7 @@ class BatchPublisher(StatePublisher):
         self._step_begins(began_ns)
         if not batch.forward_mode.is_decode():
             self._deadlines.prefill_begun([request.rid for request in batch.reqs])
-        if self._news:
-            self.publish()
+        self._publish_begun()
 
     def stepped(self, batch: Any) -> None:  # noqa: ANN401
         """Record that the oldest step in flight was processed; the next step publishes it."""

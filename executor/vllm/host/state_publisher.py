@@ -35,8 +35,7 @@ class HostStatePublisher(StatePublisher):
         if output.total_num_scheduled_tokens:
             self._step_begins(began_ns)
             self._deadlines.begun([new.req_id for new in output.scheduled_new_reqs])
-        if self._news:
-            self.publish()
+        self._publish_begun()
 
     def stepped(self, output: StepSurface) -> None:
         """Record that `output` was processed; publish if no other step is in flight."""
