@@ -2,8 +2,8 @@
 
 A wheel is downloaded and unpacked, and its source read (`executor.engine_surfaces`). A CPU build of
 vLLM also runs the unit tests that touch vLLM's schedulers and block pools, in the place of the
-installed one, and with --contract a part of the contract suite: that one needs the build's kernels,
-which have to fit this environment's torch.
+installed one, and with --contract a part of the contract suite: for that the torch that it pins is
+installed beside it, where it is not this environment's.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
@@ -78,7 +79,7 @@ def unpacked(requirement: str) -> Path:
 
 def tested(folder: Path) -> dict[str, int]:
     """Return how many tests passed and failed on the vLLM in `folder`."""
-    env = os.environ | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
+    env = _first(folder)
     words = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *TESTS]
     ran = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     counts = {outcome: int(count) for count, outcome in _OUTCOME.findall(ran.stdout)}
@@ -93,12 +94,30 @@ def tested(folder: Path) -> dict[str, int]:
 
 def kept(folder: Path, part: str) -> dict[str, str]:
     """Return the outcomes of the contract suite's test file `part` on the vLLM in `folder`."""
-    env = os.environ | {"PYTHONPATH": f"{folder}:{os.environ['PYTHONPATH']}"}
+    env = _first(folder, *_pinned_torch(folder))
     file, named = f"tests/engine/contract/test_{part}_contract.py", " and ".join(VLLM.name.split())
     words = [sys.executable, "-m", "pytest", "-q", "-n0", "-k", named, file]
     RUN.unlink(missing_ok=True)
     subprocess.run(words, env=env, cwd=ROOT, check=False)
     return dict(json.loads(RUN.read_text(encoding="utf-8"))[VLLM.name]) if RUN.exists() else {}
+
+
+def _first(*folders: Path) -> dict[str, str]:
+    """Return the environment in which these folders' packages stand in for the installed ones."""
+    return os.environ | {"PYTHONPATH": ":".join([*map(str, folders), os.environ["PYTHONPATH"]])}
+
+
+def _pinned_torch(folder: Path) -> list[Path]:
+    """Return a folder with the torch that a build pins; none if it is the installed one."""
+    (metadata,) = folder.glob("*.dist-info/METADATA")
+    pin = re.search(r"^Requires-Dist: torch==([\d.]+)", metadata.read_text("utf-8"), re.MULTILINE)
+    if pin is None or version("torch").partition("+")[0] == pin[1]:
+        return []
+    torch = CACHE / f"torch-{pin[1]}"
+    if not (torch / "torch").exists():
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(torch)]
+        subprocess.run([*pip, f"torch=={pin[1]}"], check=True)
+    return [torch]
 
 
 def row(requirement: str, *, tests: bool, contract: str = "") -> dict[str, Any]:
