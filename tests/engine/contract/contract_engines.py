@@ -42,6 +42,13 @@ class ContractEngine:
     def there(self) -> bool:
         return self.python != ""
 
+    @property
+    def rank_env(self) -> dict[str, str]:
+        """SGLang binds a rank to its cores and memory; here the ranks share what there is."""
+        cores = range(os.cpu_count() or 1)
+        bound = (str(cores[rank % len(cores)]) for rank in range(self.ranks))
+        return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(bound)} if self.ranks > 1 else {}
+
     def spec(
         self, folder: Path, name: str, role: EngineRole, port: int, **given: Any
     ) -> EngineSpec:
@@ -53,11 +60,7 @@ class ContractEngine:
         args = given.pop("extra_args", ())
         if self.ranks > 1:
             args = (f"--tp-size={self.ranks}", *args)
-            # SGLang binds a rank to its cores and memory; here the ranks share what there is.
-            cores = range(os.cpu_count() or 1)
-            extra_env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
-                str(cores[rank % len(cores)]) for rank in range(self.ranks)
-            )
+            extra_env |= self.rank_env
         return EngineSpec(
             name=name,
             role=role,

@@ -144,10 +144,12 @@ class Cluster:
             "max_sequences": 4,
             "max_model_len": 512,
             "pressure_policy": "adaptive",
+            "tensor_parallel": engine.ranks,
         }
         if engine.python is not None:
             paths = f"{ROOT}:{module_path(self.folder / 'metadata')}"
-            guest |= {"engine_python": engine.python, "extra_env": {"PYTHONPATH": paths}}
+            environ = engine.rank_env | {"PYTHONPATH": paths}
+            guest |= {"engine_python": engine.python, "extra_env": environ}
         return {
             "node": "node-0",
             "scheduler": f"127.0.0.1:{self.scheduler_port}",
