@@ -4,6 +4,7 @@ ExecutorError
 ├── DeviceError      a GPU's driver refuses a call
 │   ├── DeviceMemoryShort  the GPU has not enough free memory; the mappings are unchanged
 │   └── MappingLost        addresses of the KV cache are without memory: the engine has to end
+├── EngineProbeError the engine behaves otherwise than ROSE's adapter expects
 ├── LendingError     a host's KV memory cannot be lent
 ├── LoanError        the other side of a loan of pages breaks the rules
 ├── PageError        the control page cannot be used: missing, foreign, of another layout
@@ -30,6 +31,10 @@ class MappingLost(DeviceError):  # noqa: N818 -- says what happened
 
     The engine has to end.
     """
+
+
+class EngineProbeError(ExecutorError):
+    """Error: the engine behaves otherwise than ROSE's adapter expects."""
 
 
 class LendingError(ExecutorError):

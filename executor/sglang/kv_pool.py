@@ -199,16 +199,10 @@ class BalloonedAllocator(HeldGranules):
         self._set_free(torch.cat((free, added)))
 
     def _free(self) -> torch.Tensor:
-        found: torch.Tensor = self._allocator.get_all_free_pages()
-        return found
+        return free_blocks(self._allocator)
 
     def _set_free(self, blocks: torch.Tensor) -> None:
-        allocator = self._allocator
-        allocator.free_pages = torch.sort(blocks).values
-        if hasattr(allocator, "staged_pages"):  # One that allocates several tokens together.
-            allocator.staged_pages, allocator.num_staged_pages = [], 0
-        else:
-            allocator.release_pages = blocks.new_empty((0,))
+        set_free_blocks(self._allocator, blocks)
 
     def _per_granule(self, blocks: torch.Tensor) -> list[int]:
         count = self.granules.count
@@ -218,6 +212,26 @@ class BalloonedAllocator(HeldGranules):
 
     def _blocks_in(self, granule: int) -> int:
         return len(self.granules.blocks_of(granule)) - (granule == self.granules.of(0))
+
+
+def blocks_of(allocator: Any) -> int:  # noqa: ANN401 -- SGLang's
+    """Return the number of an allocator's blocks, block 0 included."""
+    return int(allocator.size) // int(allocator.page_size) + 1
+
+
+def free_blocks(allocator: Any) -> torch.Tensor:  # noqa: ANN401 -- SGLang's
+    """Return the numbers of an allocator's free blocks."""
+    found: torch.Tensor = allocator.get_all_free_pages()
+    return found
+
+
+def set_free_blocks(allocator: Any, blocks: torch.Tensor) -> None:  # noqa: ANN401 -- SGLang's
+    """Let an allocator have these free blocks and no others; it hands out the lowest first."""
+    allocator.free_pages = torch.sort(blocks).values
+    if hasattr(allocator, "staged_pages"):  # One that allocates several tokens together.
+        allocator.staged_pages, allocator.num_staged_pages = [], 0
+    else:
+        allocator.release_pages = blocks.new_empty((0,))
 
 
 def kv_pages(
@@ -232,11 +246,11 @@ def kv_pages(
     result is a NoPages then.
     """
     page_tokens = int(allocator.page_size)
-    blocks = int(allocator.size) // page_tokens + 1
-    tensors = _tensors(allocator.get_kvcache())
+    blocks = blocks_of(allocator)
+    tensors = kv_tensors(allocator.get_kvcache())
     reservation = _reservation(tensors)
     wrong = _lacking(tensors, reservation, backend, blocks * page_tokens)
-    extents = [] if wrong is not None else [_extent(tensor, page_tokens) for tensor in tensors]
+    extents = [] if wrong is not None else [extent_of(tensor, page_tokens) for tensor in tensors]
     of_granule = common(_granule_blocks(extents, reservation) if extents else 0)
     if wrong is None and not of_granule:
         wrong = "another rank's KV pages cannot be given back"
@@ -272,7 +286,7 @@ def _reservation(tensors: Sequence[Any]) -> Reservation | None:
     return reservation if whole else None
 
 
-def _tensors(pool: Any) -> list[Any]:  # noqa: ANN401 -- SGLang's pool, torch's tensors
+def kv_tensors(pool: Any) -> list[Any]:  # noqa: ANN401 -- SGLang's pool, torch's tensors
     """Return the key and value tensors of all layers; [] for a pool of another kind."""
     keys, values = getattr(pool, "k_buffer", None), getattr(pool, "v_buffer", None)
     if not isinstance(keys, list) or not isinstance(values, list):
@@ -306,7 +320,8 @@ def _lacking(
     return None
 
 
-def _extent(tensor: Any, page_tokens: int) -> Extent:  # noqa: ANN401 -- torch's tensor
+def extent_of(tensor: Any, page_tokens: int) -> Extent:  # noqa: ANN401 -- torch's tensor
+    """Return the addresses of a tensor's blocks, which lie one after the other."""
     size = tensor.stride(0) * tensor.element_size() * page_tokens
     return Extent(tensor.data_ptr(), size, size)
 

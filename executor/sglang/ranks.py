@@ -22,6 +22,7 @@ from executor.kv.rank_pages import CommonGranule, Operation, RankPager, RankPage
 from executor.kv.shrink_plan import Granules
 from executor.rank_group import RankGroup
 from executor.sglang.kv_pool import PoolChange, kv_pages
+from executor.sglang.probes import check_addresses, check_allocator
 
 Check = Callable[[PageBackend, Granules], None]
 """Function that raises ExecutorError for pages that cannot be used."""
@@ -76,14 +77,11 @@ def rank_memory(
 ) -> RankMemory:
     """Return the pages under the KV caches of all ranks. Raises ExecutorError, on all of them."""
     if ranks.size == 1:
-        pages, granules = kv_pages(allocator, backend)
-        check(pages, granules)
-        return RankMemory(pages, granules)
+        return RankMemory(*_pages(allocator, backend, check))
     common, failed = CommonGranule(ranks.gather), ""
     pager: RankPager | None = None
     try:
-        pages, granules = kv_pages(allocator, backend, common)
-        check(pages, granules)
+        pages, granules = _pages(allocator, backend, check, common)
         pager = RankPager(pages, granules, ranks.rank, ranks.size)
     except Exception as error:  # noqa: BLE001 -- the other ranks wait for this one
         failed = str(error) or type(error).__name__
@@ -104,3 +102,16 @@ def rank_memory(
     if shared is not None:
         return RankMemory(shared, granules, pager)
     return RankMemory(FollowedPages(pages, released, every[0][0]), granules, pager)
+
+
+def _pages(
+    allocator: Any,  # noqa: ANN401 -- SGLang's
+    backend: str,
+    check: Check,
+    common: Callable[[int], int] = int,
+) -> tuple[PageBackend, Granules]:
+    check_allocator(allocator)
+    pages, granules = kv_pages(allocator, backend, common)
+    check_addresses(allocator, pages)
+    check(pages, granules)
+    return pages, granules

@@ -48,6 +48,9 @@ POOL: Final = (
     " get_kvcache, page_size, size, need_sort, free_pages]",
     "srt.mem_cache.allocator.paged:PagedTokenToKVPoolAllocator[clear, alloc, alloc_extend,"
     " alloc_decode, available_size, get_all_free_pages]",
+    "srt.mem_cache.memory_pool:KVCache.get_key_buffer(layer_id)",
+    "srt.mem_cache.memory_pool:KVCache.get_value_buffer(layer_id)",
+    "srt.mem_cache.memory_pool:KVCache[start_layer, layer_num]",
 )
 """Names that a KV pool with granules uses."""
 

@@ -9,15 +9,11 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any, Final
 
-from executor.errors import ExecutorError
+from executor.errors import EngineProbeError
 from executor.kv.backing import NoPages, PageBackend, Range, coalesce
 from executor.vllm.kv_backing import kv_layout
 
 MOST_BLOCKS: Final = 8
-
-
-class EngineProbeError(ExecutorError):
-    """Error: the engine behaves otherwise than ROSE's adapter expects."""
 
 
 def replace_queue(pool: Any, queue: Any) -> None:  # noqa: ANN401 -- vLLM's pool

@@ -18,11 +18,22 @@ ROW = 64
 
 
 class StandInPool:
-    """Keys and values of two layers, in float32, one block a slot."""
+    """Keys and values of layers, one block a slot; of two, in float32, unless they are given."""
 
-    def __init__(self, slots: int, width: int = 16) -> None:
-        self.k_buffer = [torch.zeros(slots, 2, width) for _ in range(2)]
-        self.v_buffer = [torch.zeros(slots, 2, width) for _ in range(2)]
+    start_layer = 0
+
+    def __init__(
+        self, slots: int = 0, width: int = 16, *, keys: Any = None, values: Any = None
+    ) -> None:
+        self.k_buffer = keys or [torch.zeros(slots, 2, width) for _ in range(2)]
+        self.v_buffer = values or [torch.zeros(slots, 2, width) for _ in range(2)]
+        self.layer_num = len(self.k_buffer)
+
+    def get_key_buffer(self, layer_id: int) -> Any:
+        return self.k_buffer[layer_id]
+
+    def get_value_buffer(self, layer_id: int) -> Any:
+        return self.v_buffer[layer_id]
 
 
 class TokenToKVPoolAllocator:

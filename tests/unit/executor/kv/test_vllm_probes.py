@@ -11,12 +11,13 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from executor.control_page.host_description import HostDescription
+from executor.errors import EngineProbeError
 from executor.kv.backing import Extent, NoPages, PageBackend
 from executor.kv.shrink_plan import Granules
 from executor.vllm import probes
 from executor.vllm.kv_backing import KvLayout
 from executor.vllm.kv_block_pool import BalloonedPool, GranuleQueue
-from executor.vllm.probes import EngineProbeError, check_addresses
+from executor.vllm.probes import check_addresses
 
 __all__ = ["host_of"]
 BLOCKS, A_BLOCK, LAYERS = 12, 64, 3

@@ -9,6 +9,7 @@ from executor.cuda.backing import Reservation
 from executor.cuda.kv_memory import reserve_kv
 from executor.engine_settings import CUDA, HOST, LEND, EngineSettings
 from tests.fakes.cuda.driver import PAGE, StandInDevice, StandInDriver
+from tests.fakes.sglang_scheduler import StandInPool
 
 ROW = 16 << 10
 """Bytes of a token's keys in one layer: a page has 128 tokens of them."""
@@ -63,7 +64,7 @@ class DevicePart:
 def device_cache(address: int) -> Any:
     """SGLang's KV pool of two layers in a reservation at this address."""
     parts = [DevicePart(address + part * GRANULES * PAGE) for part in range(PARTS)]
-    return SimpleNamespace(k_buffer=parts[0::2], v_buffer=parts[1::2])
+    return StandInPool(keys=parts[0::2], values=parts[1::2])
 
 
 class GpuMemory:

@@ -17,7 +17,12 @@ from executor.errors import ExecutorError
 from executor.sglang.compat import HOST_NEEDED, check_features
 from executor.sglang.host.plugin import HostHooks, LatencyHook, SglangHost
 from executor.sglang.host.state_publisher import BatchPublisher
-from tests.fakes.sglang_scheduler import StandInBatch, StandInRequest, StandInScheduler
+from tests.fakes.sglang_scheduler import (
+    StandInBatch,
+    StandInPool,
+    StandInRequest,
+    StandInScheduler,
+)
 
 MS = 1_000_000
 
@@ -300,7 +305,7 @@ class Lending:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # A quarter of a MiB for 64 tokens of one layer's keys, and as much for values.
         self.keys, self.values = (torch.ones(64 * 64 + 1, 1, 1024) for _ in range(2))
-        cache = SimpleNamespace(k_buffer=[self.keys], v_buffer=[self.values])
+        cache = StandInPool(keys=[self.keys], values=[self.values])
         self.scheduler = StandInScheduler(64 * 64, cache)
         self.allocator = self.scheduler.token_to_kv_pool_allocator
         for name, module in self.scheduler.modules().items():

@@ -332,7 +332,7 @@ class RankedHost:
 
 def _host_cache() -> Any:
     keys, values = (torch.ones(64 * 64 + 1, 1, 1024) for _ in range(2))
-    return SimpleNamespace(k_buffer=[keys], v_buffer=[values])
+    return StandInPool(keys=[keys], values=[values])
 
 
 @pytest.fixture
