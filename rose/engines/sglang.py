@@ -153,15 +153,23 @@ def kv_tokens(spec: EngineSpec) -> int:
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         config = config.get("text_config", config)
-        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-        kv_heads = config.get("num_key_value_heads") or heads
-        size = config.get("head_dim") or config["hidden_size"] // heads
-        # A head is on one rank, or on several where there are fewer heads.
-        kv_heads = max(1, kv_heads // spec.tensor_parallel)
-        a_token = 2 * layers * kv_heads * size * _DTYPE_BYTES[spec.dtype]
+        numbers = config["num_hidden_layers"] * _kv_numbers(config, spec.tensor_parallel)
+        a_token = numbers * _DTYPE_BYTES[spec.dtype]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"engine {spec.name}: {path} does not say how large a token's KV is ({error!r:.80});"
             " run a model of plain attention on SGLang, or vLLM"
         ) from error
     return max(1, int(spec.kv_bytes // a_token))
+
+
+def _kv_numbers(config: dict[str, Any], ranks: int) -> int:
+    """Return the number of values that one rank keeps of a token in one layer."""
+    if config.get("kv_lora_rank"):
+        # Latent attention: each rank has all of it.
+        return int(config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    # A head is on one rank, or on several where there are fewer heads.
+    return int(2 * max(1, kv_heads // ranks) * size)

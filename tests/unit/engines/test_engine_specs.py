@@ -1,6 +1,7 @@
 """Command lines of engines: another interpreter, a GPU, a model without weights."""
 
 import importlib.metadata
+import json
 import sys
 import tomllib
 from dataclasses import replace
@@ -144,6 +145,16 @@ def test_sizes_mean_the_same_on_sglang(sglang: EngineSpec) -> None:
     assert (process.env["SGLANG_PLUGINS"], process.env["ROSE_ROLE"]) == ("rose_host", "host")
     stock = process_spec(replace(sglang, role=EngineRole.STOCK))
     assert stock.env["SGLANG_PLUGINS"] == "none"
+
+
+def test_a_token_of_latent_attention_has_one_latent_on_every_rank(
+    sglang: EngineSpec, tmp_path: Path
+) -> None:
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps(json.loads(CONFIG) | latent))
+    for ranks in (1, 2):
+        process = process_spec(replace(sglang, tensor_parallel=ranks))
+        assert f"--max-total-tokens={(3 << 20) // (3 * (512 + 64) * 4)}" in process.argv
 
 
 def test_a_model_whose_kv_has_another_shape_is_refused(sglang: EngineSpec, tmp_path: Path) -> None:
