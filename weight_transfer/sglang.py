@@ -97,17 +97,15 @@ class SglangProber:
     """
 
     def __init__(self, runner: Any, device: torch.device) -> None:  # noqa: ANN401 -- SGLang's
-        """Find the KV cache. Raise ProbeError if it does not consist of key and value tensors."""
-        pool = runner.token_to_kv_pool
-        keys, values = getattr(pool, "k_buffer", None), getattr(pool, "v_buffer", None)
-        if not isinstance(keys, list) or not isinstance(values, list):
-            raise ProbeError("this model's KV cache has no keys and values that could be saved")
+        """Find the KV cache. Raise ProbeError if it consists of other tensors than keys and values,
+        or latent ones, of each layer.
+        """
         self._runner = runner
         self._device = device
-        self._caches = [*keys, *values]
+        self._caches = _kv_tensors(runner.token_to_kv_pool)
         self._rows = runner.req_to_token_pool.req_to_token
         self._first = int(runner.page_size)
-        room = min(keys[0].shape[0] - self._first, self._rows.shape[1])
+        room = min(self._caches[0].shape[0] - self._first, self._rows.shape[1])
         self._tokens = probe_prompt(int(runner.model_config.vocab_size))[:room]
 
     def logits(self, model: torch.nn.Module) -> torch.Tensor:
@@ -190,6 +188,16 @@ class SglangProber:
             self._rows[0, :count] = row
             for part, content in zip(caches, saved, strict=True):
                 part.copy_(content)
+
+
+def _kv_tensors(pool: Any) -> list[torch.Tensor]:  # noqa: ANN401 -- SGLang's
+    keys, values = getattr(pool, "k_buffer", None), getattr(pool, "v_buffer", None)
+    if isinstance(keys, list) and isinstance(values, list):
+        return [*keys, *values]
+    latent = getattr(pool, "kv_buffer", None)
+    if not isinstance(latent, list):
+        raise ProbeError("this model's KV cache has no keys and values that could be saved")
+    return latent
 
 
 class SglangWeightWorker(WeightMethods):
