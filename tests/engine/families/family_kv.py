@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from executor import ControlPage, Grant, GrantMode
+from executor.control_page.host_description import HostDescription
 from executor.guest import plugin
 from executor.guest.gate_client import GateClient
 from executor.guest.kv_balloon import GuestKv
@@ -54,6 +55,7 @@ class KvOutcome:
     kv_bytes: int = 0
     lost: int = 0
     groups: int = 0
+    engine: str = "vLLM"
 
 
 class Clock:
@@ -71,14 +73,11 @@ class FamilyEngine:
     """A vLLM engine in this process with the scheduler of a guest or of a host."""
 
     def __init__(self, model: Path, family: str, role: str, page: Path) -> None:
-        from vllm import LLM
-
         os.environ.update(ROSE_ROLE="none", ROSE_CONTROL_PAGE=str(page), ROSE_ORPHAN_S="3600")
         os.environ.update(ROSE_HOST_RESERVE="0.1", ROSE_HOST_PREFIX_COLD_S="0.01")
-        self.page = ControlPage.create(page)
+        self.page, self.lost = ControlPage.create(page), 0
         self.pooling = family == "reward"
         self.longest = 60 if family in SHORT else 200
-        more: dict[str, Any] = {}
         if role == GUEST:
             # No busy machine ages a grant: two guests under the same caps schedule the same steps.
             self.clock = Clock()
@@ -87,6 +86,12 @@ class FamilyEngine:
             self.host = SeatedHost(self.page, self.clock)
             os.environ["ROSE_ROLE"] = "guest"
             self.allow(0)
+        self.start(model, family, role)
+
+    def start(self, model: Path, family: str, role: str) -> None:
+        from vllm import LLM
+
+        more: dict[str, Any] = {}
         if family == DRAFT:
             draft = make_family("llama-draft", model.parent / "draft")
             speculation = {"method": "draft_model", "num_speculative_tokens": 3}
@@ -110,7 +115,19 @@ class FamilyEngine:
         )
         core = self.llm.llm_engine.engine_core.engine_core
         self.core, self.scheduler = core, core.scheduler
-        self.lost = 0
+
+    @property
+    def pool(self) -> Any:
+        """The guest's balloon."""
+        return self.scheduler._kv._pool
+
+    @property
+    def lender(self) -> Any:
+        return self.scheduler.lender
+
+    @property
+    def groups(self) -> int:
+        return len(self.scheduler.kv_cache_config.kv_cache_groups)
 
     def allow(self, cap: int) -> None:
         now_ns = self.clock()
@@ -148,20 +165,29 @@ class FamilyEngine:
             self.add(number, prompt, TOKENS)
         for step in range(steps):
             before_step(step)
-            for output in self.llm.llm_engine.step():
-                number = int(output.request_id.partition(".")[0])
-                if self.pooling:
-                    found[number] = output.outputs.data.tolist()
-                elif output.finished:
-                    tokens[number] += output.outputs[0].token_ids
-                    if output.outputs[0].finish_reason == "length":
-                        found[number] = tokens[number]
-                    else:
-                        left = TOKENS - len(tokens[number])
-                        self.add(number, prompts[number] + tokens[number], left, f".{step}")
+            for id_, part, reason in self.step():
+                number = int(id_.partition(".")[0])
+                tokens[number] += part
+                if reason == "length":
+                    found[number] = tokens[number]
+                elif reason:
+                    left = TOKENS - len(tokens[number])
+                    self.add(number, prompts[number] + tokens[number], left, f".{step}")
             if len(found) == len(prompts):
                 return found
         raise AssertionError(f"{len(found)} of {len(prompts)} answers after {steps} steps")
+
+    def step(self) -> Iterable[tuple[str, list[Any], str]]:
+        """Yield of each request that a step ended its id, its output and the reason."""
+        for output in self.llm.llm_engine.step():
+            if self.pooling:
+                yield output.request_id, output.outputs.data.tolist(), "length"
+            elif output.finished:
+                (whole,) = output.outputs
+                yield output.request_id, list(whole.token_ids), whole.finish_reason
+
+    def empty_step(self) -> None:
+        self.core.step()
 
     def add(self, number: int, prompt: list[int], tokens: int, suffix: str = "") -> None:
         from vllm import PoolingParams, SamplingParams
@@ -179,34 +205,34 @@ class FamilyEngine:
                 return
             self.core.step()
 
-    def watch(self, pages: Any, granules: Any) -> None:
-        """Count blocks with content that change when others are released."""
+    def filled(self) -> list[int]:
+        """Return the blocks that have content."""
+        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
+        return [block.block_id for block in blocks if block.ref_cnt or block.block_hash]
+
+    def bytes_of(self, blocks: list[int]) -> Iterable[Any]:
+        """Yield a copy of these blocks' bytes of each tensor."""
+        import torch
+
         config = self.scheduler.kv_cache_config
         layers = self.scheduler.vllm_config.compilation_config.static_forward_context
-        names = [name for group in config.kv_cache_groups for name in group.layer_names]
-        release, pool = pages.release, self.scheduler.kv_cache_manager.block_pool
+        for name in (name for group in config.kv_cache_groups for name in group.layer_names):
+            cache = layers[name].kv_cache
+            for tensor in cache if isinstance(cache, tuple) else (cache,):
+                rows = tensor.unflatten(0, (config.num_blocks, -1))[blocks]
+                yield rows.contiguous().view(torch.uint8).clone()
 
-        def bytes_of(blocks: list[int]) -> Iterable[Any]:
-            import torch
-
-            for name in names:
-                cache = layers[name].kv_cache
-                for tensor in cache if isinstance(cache, tuple) else (cache,):
-                    rows = tensor.unflatten(0, (config.num_blocks, -1))[blocks]
-                    yield rows.contiguous().view(torch.uint8).clone()
+    def watch(self, pages: Any, granules: Any) -> None:
+        """Count blocks with content that change when others are released."""
+        release = pages.release
 
         def watched(released: Any) -> None:
             import torch
 
-            blocks = [
-                block.block_id
-                for block in pool.blocks
-                if (block.ref_cnt or block.block_hash)
-                and granules.of(block.block_id) not in released
-            ]
-            before = list(bytes_of(blocks))
+            blocks = [block for block in self.filled() if granules.of(block) not in released]
+            before = list(self.bytes_of(blocks))
             release(released)
-            after = bytes_of(blocks)
+            after = self.bytes_of(blocks)
             self.lost += sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
         pages.release = watched
@@ -215,12 +241,15 @@ class FamilyEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def as_guest(model: Path, family: str, page: Path, result: KvOutcome) -> str:
+Start = type[FamilyEngine]
+
+
+def as_guest(start: Start, model: Path, family: str, page: Path, result: KvOutcome) -> str:
     """Return how a guest went: it computes twice with the same caps, once with its pages kept."""
     answers = []
     for gives in (False, True):
         page.unlink(missing_ok=True)
-        engine = FamilyEngine(model, family, GUEST, page)
+        engine = start(model, family, GUEST, page)
         answers.append(capped_answers(engine, result, gives=gives))
         engine.close()
     if answers[0] != answers[1]:
@@ -230,9 +259,9 @@ def as_guest(model: Path, family: str, page: Path, result: KvOutcome) -> str:
 
 def capped_answers(engine: FamilyEngine, result: KvOutcome, *, gives: bool) -> list[Any]:
     """Answers under caps that change; `gives`: held pages go, else they stay as they are."""
-    pool, rng, cap = engine.scheduler._kv._pool, random.Random(2), 0
+    pool, rng, cap = engine.pool, random.Random(2), 0
     pages = pool.pages
-    result.groups = len(engine.scheduler.kv_cache_config.kv_cache_groups)
+    result.groups = engine.groups
     result.kv_bytes = pages.bytes_total
     if gives:
         engine.watch(pages, pool.granules)
@@ -250,20 +279,22 @@ def capped_answers(engine: FamilyEngine, result: KvOutcome, *, gives: bool) -> l
     for _ in range(20):
         change(1)
         engine.allow(1)
-        engine.core.step()
+        engine.empty_step()
     result.guest_bytes = max(result.guest_bytes, pages.bytes_returned)
     result.lost += engine.lost
     return answers
 
 
-def as_host(model: Path, family: str, page: Path, result: KvOutcome) -> str:
+def as_host(start: Start, model: Path, family: str, page: Path, result: KvOutcome) -> str:
     """Return how a host went: it answers as the same engine did before it was one."""
-    engine = FamilyEngine(model, family, HOST, page)
+    engine = start(model, family, HOST, page)
     stock = engine.answers()
     engine.lend()
-    lender = engine.scheduler.lender
+    lender = engine.lender
     if lender is None:
-        return "serves, lends no KV memory"
+        said = HostDescription.read(page)
+        engine.close()
+        return said.lacks[0] if said and said.lacks else "serves, lends no KV memory"
     engine.watch(lender.pool.pages, lender.pool.granules)
     result.kv_bytes = lender.pool.pages.bytes_total
 
@@ -283,12 +314,14 @@ def as_host(model: Path, family: str, page: Path, result: KvOutcome) -> str:
     return "works" if result.host_bytes else "lends nothing"
 
 
-def outcome(family: str, folder: Path) -> KvOutcome:
-    result = KvOutcome(family)
+def outcome(
+    family: str, folder: Path, start: Start = FamilyEngine, engine: str = "vLLM"
+) -> KvOutcome:
+    result = KvOutcome(family, engine=engine)
     model = make_family("llama" if family == DRAFT else family, folder / "model")
-    result.host = as_host(model, family, folder / "host-page", result)
+    result.host = as_host(start, model, family, folder / "host-page", result)
     try:
-        result.guest = as_guest(model, family, folder / "guest-page", result)
+        result.guest = as_guest(start, model, family, folder / "guest-page", result)
     except Exception as error:
         result.guest = str(error).splitlines()[0]
     return result

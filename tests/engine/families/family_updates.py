@@ -64,6 +64,7 @@ class UpdateOutcome:
     equal: bool = False
     missed: list[str] = field(default_factory=list)
     flipped: list[str] = field(default_factory=list)
+    engine: str = "vLLM"
 
 
 class FamilyReplica:
@@ -180,18 +181,20 @@ def kind_of(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", "", name)
 
 
-def outcome(name: str, folder: Path) -> UpdateOutcome:
+def outcome(
+    name: str, folder: Path, start: type[FamilyReplica] = FamilyReplica, engine: str = "vLLM"
+) -> UpdateOutcome:
     """Start, update twice, plant a stale copy of each kind, compare with a fresh engine.
 
     `name`: a family, with "@2" for two ranks of tensor parallelism, which get no stale copies, or
     with "+" and how vLLM quantises its weights at load.
     """
-    result = UpdateOutcome(name)
+    result = UpdateOutcome(name, engine=engine)
     family, _, suffix = name.partition("@")
     ranks = int(suffix or 1)
     model = make_family(family.partition("+")[0], folder / "model")
     versions = PolicyVersions(folder / "versions", model)
-    replica = FamilyReplica(model, family, ranks, updatable=True)
+    replica = start(model, family, ranks, updatable=True)
     result.started = True
     before = replica.answers()
     try:
@@ -212,7 +215,8 @@ def outcome(name: str, folder: Path) -> UpdateOutcome:
     result.flipped = audit(replica)
     result.missed = stale(replica, versions) if ranks == 1 else []
     replica.close()
-    result.equal = after == fresh_answers(family, model, versions, folder / "fresh", ranks)
+    fresh = start(saved(versions, model, folder / "fresh"), family, ranks, updatable=False)
+    result.equal = after == fresh.answers()
     return result
 
 
@@ -258,16 +262,14 @@ def stale(replica: FamilyReplica, versions: PolicyVersions) -> list[str]:
     return []
 
 
-def fresh_answers(
-    family: str, model: Path, versions: PolicyVersions, folder: Path, ranks: int
-) -> list[Any]:
+def saved(versions: PolicyVersions, model: Path, folder: Path) -> Path:
+    """Write the newest version as a checkpoint into `folder`, and return `folder`."""
     from safetensors.torch import save_file
 
     shutil.copytree(model, folder)
     tensors = {name: tensor_of(bits).clone() for name, bits in versions.active.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    engine = FamilyReplica(folder, family, ranks, updatable=False)
-    return engine.answers()
+    return folder
 
 
 def import_engine() -> None:
@@ -314,16 +316,21 @@ def try_each(
             (folder / f"{family}{suffix}").write_text(json.dumps(asdict(ended)))
 
 
-def main(folder: Path, families: list[str]) -> None:
-    os.environ.update(ENVIRONMENT)
+def warm() -> None:
+    """Compile the kernels of updates, so that processes forked from this one have them."""
     import torch
 
     from weight_transfer.apply.staging import warm_kernels
 
-    import_engine()
     samples = (("bfloat16", np.uint16), ("float32", np.uint32), ("uint8", np.uint8))
     zeros = {d: TensorBits(d, d, (64, 64), np.zeros(4096, bits)) for d, bits in samples}
     warm_kernels(zeros, torch.device("cpu"))
+
+
+def main(folder: Path, families: list[str]) -> None:
+    os.environ.update(ENVIRONMENT)
+    import_engine()
+    warm()
     try_each(families, folder, ".json", outcome, lambda f, line: UpdateOutcome(f, refused=line))
 
 

@@ -150,6 +150,8 @@ AT_LOAD = (
     "qwen3-moe+int8_per_channel_weight_only",
 )
 """Families with a name of how vLLM quantises their bfloat16 weights at load."""
+ON_SGLANG = ("llama", "qwen3", "mistral", "gemma3", "qwen3-moe")
+"""Families that stock SGLang loads on a CPU."""
 VISION = "idefics3"
 """Family whose prompts have an image; the others' are tokens alone."""
 MATRIX_EXTENSION = {"fp8-block", *AT_LOAD[1:]}
