@@ -222,20 +222,21 @@ class FamilyEngine:
                 rows = tensor.unflatten(0, (config.num_blocks, -1))[blocks]
                 yield rows.contiguous().view(torch.uint8).clone()
 
-    def watch(self, pages: Any, granules: Any) -> None:
+    def watch(self, pool: Any) -> None:
         """Count blocks with content that change when others are released."""
-        release = pages.release
+        release = pool.pages.release
 
         def watched(released: Any) -> None:
             import torch
 
-            blocks = [block for block in self.filled() if granules.of(block) not in released]
+            gone = {*released, *pool.held}
+            blocks = [block for block in self.filled() if pool.granules.of(block) not in gone]
             before = list(self.bytes_of(blocks))
             release(released)
             after = self.bytes_of(blocks)
             self.lost += sum(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
-        pages.release = watched
+        pool.pages.release = watched
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -264,7 +265,7 @@ def capped_answers(engine: FamilyEngine, result: KvOutcome, *, gives: bool) -> l
     result.groups = engine.groups
     result.kv_bytes = pages.bytes_total
     if gives:
-        engine.watch(pages, pool.granules)
+        engine.watch(pool)
     else:
         pages.release = pages.restore = lambda _: None
 
@@ -295,7 +296,7 @@ def as_host(start: Start, model: Path, family: str, page: Path, result: KvOutcom
         said = HostDescription.read(page)
         engine.close()
         return said.lacks[0] if said and said.lacks else "serves, lends no KV memory"
-    engine.watch(lender.pool.pages, lender.pool.granules)
+    engine.watch(lender.pool)
     result.kv_bytes = lender.pool.pages.bytes_total
 
     def note(_: int) -> None:

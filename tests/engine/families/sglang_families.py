@@ -5,7 +5,6 @@ writes FOLDER/NAME.sglang.json and NAME.sglang.kv.json, see `UpdateOutcome` and 
 scheduler runs in a process forked from this one, which has imported SGLang once.
 """
 
-import json
 import os
 import sys
 import time
@@ -39,25 +38,6 @@ KV_TOKENS = 16384
 RUN_BYTES = 32 << 10
 """Memory of a granule in each tensor: less than a turn's, so that some do not fit the guest."""
 IDLE_S = 0.1
-DEEPSEEK = {
-    "moe_layer_freq": 1,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 2.0,
-        "original_max_position_embeddings": 256,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-}
-PUBLISHED = {
-    "deepseek-v2": DEEPSEEK,
-    "deepseek-v3": DEEPSEEK,
-    "gemma2": {"hidden_act": "gelu_pytorch_tanh"},
-}
-"""Settings that published checkpoints have, which SGLang needs and transformers leaves out."""
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -79,7 +59,7 @@ class Outputs(list[Any]):
 class SteppedScheduler:
     """An SGLang scheduler in this process, which turns its loop as it is asked."""
 
-    def __init__(self, model: Path, family: str, dtype: str) -> None:
+    def __init__(self, model: Path, dtype: str) -> None:
         from sglang.srt.managers.scheduler import Scheduler
         from sglang.srt.runtime_context import SpawnRanks, publish
         from sglang.srt.server_args import PortArgs, ServerArgs
@@ -99,7 +79,6 @@ class SteppedScheduler:
             max_total_tokens=KV_TOKENS,
             chunked_prefill_size=512,
             random_seed=0,
-            json_model_override_args=json.dumps(DEEPSEEK if family.startswith("deepseek") else {}),
         )
         arguments.resolve_once()
         publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
@@ -179,7 +158,7 @@ class SglangReplica(FamilyReplica):
     def __init__(self, folder: Path, family: str, ranks: int = 1, *, updatable: bool) -> None:
         del ranks, updatable
         self._pooling = family == "reward"
-        self._stepped = SteppedScheduler(folder, family, "bfloat16")
+        self._stepped = SteppedScheduler(folder, "bfloat16")
         self._worker = SglangWeightWorker(self._stepped.scheduler)
 
     def call(self, method: str, *args: object) -> list[Any]:
@@ -222,7 +201,7 @@ class SglangFamilyEngine(FamilyEngine):
     groups = 1
 
     def start(self, model: Path, family: str, role: str) -> None:
-        self.stepped = SteppedScheduler(model, family, "float32")
+        self.stepped = SteppedScheduler(model, "float32")
         self.scheduler = self.stepped.scheduler
         self.blocks = self.scheduler.token_to_kv_pool_allocator
         if role == GUEST:
@@ -263,7 +242,7 @@ class SglangFamilyEngine(FamilyEngine):
             time.sleep(0.001)
 
     def filled(self) -> list[int]:
-        # The blocks of granules that are away are none of these; block 0 takes padding.
+        # Block 0 takes padding.
         free = set(self.blocks.get_all_free_pages().tolist())
         return [block for block in range(1, self.blocks.size + 1) if block not in free]
 

@@ -150,8 +150,21 @@ AT_LOAD = (
     "qwen3-moe+int8_per_channel_weight_only",
 )
 """Families with a name of how vLLM quantises their bfloat16 weights at load."""
-ON_SGLANG = ("llama", "qwen3", "mistral", "gemma3", "qwen3-moe")
-"""Families that stock SGLang loads on a CPU."""
+ON_SGLANG = (
+    "llama",
+    "llama-tied",
+    "qwen2.5",
+    "qwen3",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "gemma3",
+    "olmo3",
+    "qwen3-moe",
+    "mixtral",
+    "glm4-moe",
+)
+"""Families that stock SGLang loads on a CPU without AMX."""
 VISION = "idefics3"
 """Family whose prompts have an image; the others' are tokens alone."""
 MATRIX_EXTENSION = {"fp8-block", *AT_LOAD[1:]}
