@@ -41,6 +41,15 @@ def test_kinds_of_layers_are_those_that_the_checkpoint_names(
     assert kept == (f"{tmp_path.name} has {kind}, and {NOT_ROSES}" if kind else None)
 
 
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+def test_windows_that_sglang_has_in_its_one_pool_come_back(
+    architecture: str, tmp_path: Path
+) -> None:
+    config = {"architectures": [architecture], "layer_types": ["sliding_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert kept_kv(EngineKind.SGLANG, Device.CPU, "auto", tmp_path) is None
+
+
 @pytest.mark.parametrize(
     ("engine", "backend", "why"),
     [
