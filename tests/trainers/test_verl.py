@@ -1,15 +1,20 @@
 """verl as it is released trains through ROSE: `examples/verl_grpo.sh` on real engines."""
 
+import json
+import os
 import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.trainers.verl_run import VerlRun
 from rose.client.blocking import LoopThread
 from tests.fakes.gateway import StandInGateway
+from tests.harness.policies import trainer_environment
+from tests.harness.vision_model import save_vision_model
 from tests.harness.waiting import until
 from tests.trainers.stack import ROOT, TrainerStack, save_policy, venv
 from weight_transfer import ChunkStore, read_model_dir, restore
@@ -80,6 +85,42 @@ def test_the_self_check_finds_the_plugin_in_verls_registries_and_says_what_is_wr
     assert wrong.returncode == 2
     [line] = [line for line in wrong.stdout.splitlines() if line.startswith("WRONG")]
     assert "rose token key --out" in line
+
+
+def in_verls_loop(python: Path, what: str, model: Path, environ: dict[str, str]) -> dict[str, Any]:
+    """Return what `verl_loop_main.py` found."""
+    done = subprocess.run(
+        [str(python), str(Path(__file__).with_name("verl_loop_main.py")), what, str(model)],
+        env={**os.environ, **environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_verls_trainer_replays_the_experts_of_each_position(python: Path, tmp_path: Path) -> None:
+    model = save_policy(tmp_path / "model")
+    found = in_verls_loop(python, "routes", model, trainer_environment(tmp_path))
+    assert found["dtype"] == "torch.int16"
+    assert found["replayed"] == [1.0, 1.0]
+    assert max(found["native"]) < 0.8, "else this shows nothing"
+    assert -1.0 < found["rollout/moe/max_vio/avg"] < 8.0, "verl counts them"
+
+
+@pytest.mark.nightly
+def test_images_of_verls_agent_loop_are_what_its_trainer_sees(python: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    save_vision_model(model, "float32")
+    replica = {"dtype": "float32"}
+    with TrainerStack(tmp_path / "stack", model, replica=replica) as stack:
+        stack.wait_ready()
+        found = in_verls_loop(python, "images", model, stack.environ())
+    assert found["images"] == [1] * 4
+    assert max(found["own"]) < 0.01
+    assert min(found["another"]) > 0.1
 
 
 @pytest.mark.nightly

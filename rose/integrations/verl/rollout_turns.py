@@ -24,13 +24,14 @@ from rose.integrations.verl.turns import (
     Lengths,
     PolicySteps,
     aborted_output,
+    image_files,
     output_of,
     turn_sampling,
 )
 
 # Pause before a repeated turn whose version no replica had: gateways wait for one themselves.
 PAUSE_S = 1.0
-_REFUSED = ("image_data", "video_data", "audio_data", "mm_processor_kwargs", "kv_transfer_params")
+_REFUSED = ("video_data", "audio_data", "mm_processor_kwargs", "kv_transfer_params")
 
 
 class _Names(TypedDict):
@@ -39,6 +40,7 @@ class _Names(TypedDict):
     min_version: int | None
     priority: int
     routed_experts: bool
+    images: Sequence[bytes]
 
 
 @dataclass(slots=True)
@@ -99,28 +101,36 @@ class RolloutTurns:
         sampling_params: Mapping[str, Any],
         request_id: str,
         priority: int = 0,
+        image_data: Sequence[Any] | None = None,
         **more: object,
     ) -> dict[str, Any]:
         """Generate one turn and return the fields of verl's TokenOutput as a dict. Raises
         RolloutError, or RefusedError for unsupported input.
 
-        sampling_params: in verl's words. more: other inputs of verl; images, videos and audio are
-        refused.
+        sampling_params: in verl's words. image_data: images of PIL, whose tokens are in the prompt.
+        more: other inputs of verl; videos and audio are refused.
         """
         for name in _REFUSED:
             if more.get(name):
-                raise RefusedError(f"ROSE takes no {name}; use prompts of text alone")
+                raise RefusedError(f"ROSE takes no {name}; use prompts of text and images")
         prompt = [int(token) for token in prompt_ids]
+        images = await asyncio.to_thread(image_files, image_data) if image_data else ()
         fixed = {} if self._seed is None else {"seed": self._seed, "deterministic": True}
         sampling = turn_sampling({**fixed, **sampling_params}, self._lengths, len(prompt))
         session = self._sessions.session_of(prompt)
-        output = await self._served(prompt, sampling, session, request_id, priority)
+        names: _Names = {
+            "request_id": request_id,
+            "session_id": session,
+            "min_version": None,
+            "priority": priority,
+            "routed_experts": self._replays_routes,
+            "images": images,
+        }
+        output = await self._served(prompt, sampling, names)
         self._sessions.ended(session, [*prompt, *output["token_ids"]])
         return output
 
-    async def _served(
-        self, prompt: list[int], sampling: Sampling, session: str, request_id: str, priority: int
-    ) -> dict[str, Any]:
+    async def _served(self, prompt: list[int], sampling: Sampling, names: _Names) -> dict[str, Any]:
         """Return the fields of one turn, which is sent again while no replica has its version,
         until the timeout: verl drops failed turns.
         """
@@ -130,16 +140,13 @@ class RolloutTurns:
             if self._rejects:
                 return aborted_output([], [], [], self._steps)
             await self._admits.wait()
-            names: _Names = {
-                # verl's own id may be a trajectory's, which has several turns.
-                "request_id": f"{request_id}/{next(self._numbers)}",
-                "session_id": session,
-                "min_version": self._steps.least,
-                "priority": priority,
-                "routed_experts": self._replays_routes,
-            }
+            # verl's own id may be a trajectory's, which has several turns.
+            own = f"{names['request_id']}/{next(self._numbers)}"
+            least = self._steps.least
             try:
-                return await self._turn(prompt, sampling, names)
+                return await self._turn(
+                    prompt, sampling, {**names, "request_id": own, "min_version": least}
+                )
             except VersionNotServed:
                 if loop.time() + PAUSE_S > deadline_s:
                     raise

@@ -1,8 +1,9 @@
 """One turn in verl's terms and in ROSE's: sampling parameters in, tokens and steps out."""
 
+import io
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -79,6 +80,22 @@ def turn_sampling(params: Mapping[str, Any], lengths: Lengths, prompt_tokens: in
                 " sampling parameters"
             )
     return sampling_of(fields)
+
+
+def image_files(images: Sequence[Any]) -> list[bytes]:
+    """Return images of PIL as files of PNG. Raises RefusedError for anything else."""
+    files = []
+    for image in images:
+        if not hasattr(image, "save"):
+            raise RefusedError(
+                f"image_data: {type(image).__name__} is not an image of PIL; have the data set's"
+                " process_vision_info load it"
+            )
+        file = io.BytesIO()
+        # Without loss: the replica sees the trainer's pixels. The level costs time, and few bytes.
+        image.save(file, "PNG", compress_level=1)
+        files.append(file.getvalue())
+    return files
 
 
 @dataclass(slots=True)

@@ -1,8 +1,10 @@
 """Turns of verl's agent loops against a gateway's HTTP surface, without Ray and without verl."""
 
 import asyncio
+import base64
 import io
 from collections.abc import AsyncIterator, Callable
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from rose.client import Sampling, Turn, VersionNotServed
 from rose.errors import ConfigError, RefusedError
@@ -20,6 +23,7 @@ from rose.integrations.verl.rollout_turns import RolloutTurns, TokenSessions
 from rose.integrations.verl.turns import Lengths, PolicySteps, output_of, turn_sampling
 from tests.fakes.gateway import StandInGateway, until
 from tests.harness.policies import trainer_environment, trainer_settings
+from tests.harness.vision_model import picture
 
 LENGTHS = Lengths(prompt=64, response=8, model=None)
 Made = Callable[..., RolloutTurns]
@@ -174,9 +178,20 @@ async def test_a_caller_that_is_cancelled_is_told_so(turns: Made, gateway: Stand
         await running
 
 
-async def test_images_are_refused_by_name(turns: Made) -> None:
-    with pytest.raises(RefusedError, match="image_data"):
-        await turns().generate([3], {}, "a", image_data=[b"png"])
+async def test_images_are_sent_once_as_they_are(turns: Made, gateway: StandInGateway) -> None:
+    mine, image = turns(), Image.open(io.BytesIO(picture(1)))
+    for name in "ab":
+        await mine.generate([3], {}, name, image_data=[image])
+    first, second = (list(asked["images"]) for asked in gateway.asked)
+    (sent,) = map(base64.b64decode, first)
+    assert Image.open(io.BytesIO(sent)).tobytes() == image.tobytes()
+    assert second == [{"sha256": sha256(sent).hexdigest()}]
+
+
+async def test_what_is_no_image_is_refused_by_name(turns: Made) -> None:
+    for refused in ({"image_data": ["a.png"]}, {"video_data": [1]}, {"audio_data": [1]}):
+        with pytest.raises(RefusedError, match=next(iter(refused))):
+            await turns().generate([3], {}, "a", **refused)
     assert (await turns().generate([3], {}, "b", image_data=None))["token_ids"]
 
 
