@@ -194,7 +194,7 @@ class Capability(StrEnum):
     POOLING = "a replica serves a model that is not generative"
     SEED = "a turn that names a seed is repeated by it"
     WHITESPACE = "structured outputs have a turn's own rule for whitespace"
-    RANKS = "a prompt's logprobs come with ranks"
+    RANKS = "a prompt's logprobs come with ranks, of unlikely tokens too"
     PIECEWISE_PROOF = "an update is proved with one layer of the new version in memory at a time"
     SLEEP = "a dedicated replica gives up its weights on request"
     ADAPTERS = "a replica serves LoRA adapters as versions"
@@ -210,7 +210,7 @@ LACKS: Final[Mapping[EngineKind, Mapping[Capability, str]]] = MappingProxyType(
                 Capability.POOLING: "its replica serves turns only",
                 Capability.SEED: "it takes seeds with --enable-deterministic-inference only",
                 Capability.WHITESPACE: "it has one rule for all of them",
-                Capability.RANKS: "it does not tell them",
+                Capability.RANKS: "it tells none",
                 Capability.PIECEWISE_PROOF: "its layers hand on more than their output",
                 Capability.SLEEP: "its route frees memory of an idle engine only",
                 Capability.ADAPTERS: "with LoRA it does not start on a CPU, where ROSE would prove"

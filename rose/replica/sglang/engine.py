@@ -56,7 +56,7 @@ class SglangError(Exception):
 class SglangRequest(StampedRequest):
     """Request of one turn in SGLang's TokenizerManager."""
 
-    __slots__ = ("_ended", "_error", "_manager", "_sampling", "_state")
+    __slots__ = ("_ended", "_error", "_manager", "_prompt", "_sampling", "_state")
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class SglangRequest(StampedRequest):
         rid: str,
         ages: KvStaleness,
         began: int,
-        sampling: Sampling,
+        body: GenerateBody,
     ) -> None:
-        super().__init__(rid, ages, began, sampling.prompt_logprobs is not None)
+        super().__init__(rid, ages, began, body.sampling.prompt_logprobs is not None)
         self._manager = manager
-        self._sampling = sampling
+        self._prompt, self._sampling = body.token_ids, body.sampling
         self._state = manager.rid_to_state[rid]
         self._error: Exception | None = None
         self._ended = False
@@ -111,7 +111,7 @@ class SglangRequest(StampedRequest):
         states = {rid: manager.rid_to_state[rid]}
         try:
             await manager._send_one_request(await manager._tokenize_one_request(asked))
-            return cls(manager, rid, ages, began, body.sampling)
+            return cls(manager, rid, ages, began, body)
         except ValueError as error:
             manager._release_req_states_on_failure(states)
             raise RequestRefusedError(BAD_REQUEST, str(error)) from error
@@ -185,7 +185,7 @@ class SglangRequest(StampedRequest):
         return [pack(*[int(each[1]) for each in row], *[each[0] for each in row]) for row in rows]
 
     def _places(self, meta: dict[str, Any]) -> PromptLogprobs:
-        return _places(meta, self._sampling.prompt_logprobs or 0)
+        return _places(meta, self._prompt, self._sampling.prompt_logprobs or 0)
 
 
 class SglangEngine:
@@ -357,18 +357,21 @@ def _reason(said: Any) -> str | None:  # noqa: ANN401 -- SGLang's JSON
     return str(said["type"])
 
 
-def _places(meta: dict[str, Any], most: int) -> PromptLogprobs:
-    """Return a prompt's logprobs: for each position (token, logprob, None) of its own token first,
-    then of the others among the `most` most likely; SGLang reports no ranks.
+def _places(meta: dict[str, Any], prompt: Sequence[int], most: int) -> PromptLogprobs:
+    """Return a prompt's logprobs: for each position (token, logprob, rank) of its own token first,
+    then of the others among the `most` most likely. SGLang reports no ranks: one beyond `most` is
+    `most` + 1, the least that it may be, and with `most` 0 None.
     """
     sampled = meta.get("input_token_logprobs") or []
     others = meta.get("input_top_logprobs") or [None] * len(sampled)
     places: PromptLogprobs = []
-    for own, beside in zip(sampled, others, strict=False):
+    # SGLang 0.5.23 names the vocabulary's last token 0 in a prompt.
+    for token, own, beside in zip(prompt, sampled, others, strict=False):
         if own[0] is None:
             places.append(None)
             continue
         likely = (beside or ())[:most]
-        rest = [(int(t), float(lp), None) for lp, t, *_ in likely if int(t) != int(own[1])]
-        places.append([(int(own[1]), float(own[0]), None), *rest])
+        ranked = {int(t): (float(lp), rank) for rank, (lp, t, *_) in enumerate(likely, 1)}
+        _, rank = ranked.pop(token, (0.0, most + 1 if most else None))
+        places.append([(token, float(own[0]), rank), *((t, *row) for t, row in ranked.items())])
     return places

@@ -67,6 +67,7 @@ GUEST: Sequence[Promise] = _of(
     ("drain", "hands tokens back at once, frozen too; elsewhere a turn goes on token for token"),
     ("priority", "runs turns of a lower priority number first"),
     ("stop", "samples as it is asked: its own stops, allowed tokens alone, logprobs of the same"),
+    ("likely", "gives the likeliest tokens of a turn, joined where it moved, and of a prompt"),
     (
         "balloon",
         "gives KV memory back, measured, prefixes first; retracted turns lose no token",

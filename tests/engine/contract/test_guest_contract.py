@@ -7,13 +7,20 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 
+import aiohttp
+import numpy as np
 import pytest
 import pytest_asyncio
 from contract_engines import ContractEngine
 from guest_rig import KV_BYTES, Rig, client_of, gathered, started
 from live_replica import PROMPT, Lines, Replica, sampled, tokens_of, versions_of
+from tiny_model import VOCABULARY
 
+from elastic_scheduler import ReplicaKind
 from executor import FreezeReason, GrantMode
+from rose.client import RolloutClient, Sampling
+from rose.contract.gateway import GENERATE
+from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from rose.process.procfs import group_bytes
 from tests.harness.waiting import until_async
 
@@ -26,6 +33,8 @@ pytestmark = [
 
 TURN = 96
 MIB = 1 << 20
+# In fp32 an engine's logprobs differ from transformers' by a hundredth of that.
+LOGPROB_GAP = 0.01
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -189,6 +198,55 @@ async def test_turns_are_sampled_as_they_ask(replica: Replica) -> None:
     some = await replica.lines(PROMPT, 24, allowed_token_ids=[3, 5, 8], temperature=1.0)
     assert set(tokens_of(some)) <= {3, 5, 8}
     assert all(p < 0 for _, p in sampled(await replica.lines(PROMPT, 24, temperature=1.0)))
+
+
+@pytest.mark.promise("guest.likely")
+async def test_likely_tokens_are_the_models_own_through_a_gateway_and_a_drain(
+    rig: Rig, replica: Replica
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    most, tokens = 20, 300
+    row = StaticReplica(rig.spec.name, ReplicaKind.GUEST, rig.url, 16)
+    async with (
+        Gateway(GatewaySettings(port=0, replicas=(row,))) as gateway,
+        RolloutClient(f"http://127.0.0.1:{gateway.port}") as client,
+        aiohttp.ClientSession(f"http://127.0.0.1:{gateway.port}") as http,
+    ):
+        await until_async(lambda: gateway.status().usable == 1, 30, "the replica is found", 0.05)
+        asked = Sampling(temperature=0.0, ignore_eos=True, max_tokens=tokens, logprobs=most)
+        running = asyncio.create_task(client.generate(PROMPT, asked))
+        made = gateway.stats.tokens
+        await until_async(lambda: made[rig.spec.name] > 40, 30, "it has tokens", 0.005)
+        assert (await replica.call("drain", {"epoch": next(rig.epochs)}))[0] == 200
+        await replica.admit()
+        turn = await running
+        params = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "prompt_logprobs": most}
+        # SGLang names the vocabulary's last token otherwise.
+        whole = [*PROMPT, *turn.token_ids, VOCABULARY - 1]
+        body = {"token_ids": whole, "sampling_params": params}
+        async with http.post(GENERATE, json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+    assert turn.attempts > 1
+    assert turn.top_logprobs is not None
+    ids, logprobs = turn.top_logprobs.token_ids, turn.top_logprobs.logprobs
+    assert ids.shape == logprobs.shape == (tokens, most)
+    assert (ids[:, 0] == turn.token_ids).all(), "the likeliest token is the greedy one"
+    model = AutoModelForCausalLM.from_pretrained(rig.spec.model_dir, dtype="float32").eval()
+    with torch.no_grad():
+        own = model(torch.tensor([whole])).logits[0].log_softmax(-1).numpy()
+    at = np.arange(len(PROMPT) - 1, len(PROMPT) + tokens - 1)[:, None]
+    assert logprobs == pytest.approx(own[at, ids], abs=LOGPROB_GAP)
+    assert logprobs[:, -1] == pytest.approx(np.sort(own[at[:, 0]])[:, -most], abs=LOGPROB_GAP)
+    first, *places = answer["prompt_logprobs"]
+    assert (first, len(places)) == (None, len(whole) - 1)
+    for place, (token, others) in enumerate(zip(whole[1:], places, strict=True)):
+        found = {int(name): each["logprob"] for name, each in others.items()}
+        assert next(iter(found)) == token
+        assert len(found) in (most, most + 1)
+        assert [*found.values()] == pytest.approx(own[place, [*found]].tolist(), abs=LOGPROB_GAP)
 
 
 @pytest.mark.promise("guest.balloon")

@@ -47,12 +47,14 @@ def manager() -> StandInManager:
     return StandInManager()
 
 
-def made(manager: StandInManager, began: int = 0, wants_prompt: bool = False) -> SglangRequest:
-    return asking(manager, Sampling(prompt_logprobs=1 if wants_prompt else None), began)
+def made(
+    manager: StandInManager, began: int = 0, prompt_logprobs: int | None = None
+) -> SglangRequest:
+    return asking(manager, Sampling(prompt_logprobs=prompt_logprobs), began)
 
 
 def asking(manager: StandInManager, sampling: Sampling, began: int = 0) -> SglangRequest:
-    return SglangRequest(manager, "r", KvStaleness(), began, sampling)
+    return SglangRequest(manager, "r", KvStaleness(), began, GenerateBody("r", [4, 5], sampling))
 
 
 async def test_the_most_likely_tokens_come_with_each_token(manager: StandInManager) -> None:
@@ -83,7 +85,7 @@ async def test_tokens_are_cut_where_the_version_changes(
 ) -> None:
     ages = KvStaleness()
     ages.activated(3, kept_kv=kept_kv)
-    request = SglangRequest(manager, "r", ages, 0, Sampling())
+    request = SglangRequest(manager, "r", ages, 0, GenerateBody("r", [4], Sampling()))
     manager.say([1, 2, 3, 4], 4, [0, 0, 3, 3])
     delta = await request.next()
     assert delta.chunks == [
@@ -144,21 +146,34 @@ async def test_what_the_scheduler_refuses_is_the_callers_fault(manager: StandInM
     assert refused.value.status == 400
 
 
-async def test_logprobs_of_the_prompt_come_before_the_first_token(manager: StandInManager) -> None:
-    request = made(manager, wants_prompt=True)
+@pytest.mark.parametrize(
+    ("most", "place"),
+    [
+        (0, [(5, -0.5, None)]),
+        (1, [(5, -0.5, 2), (8, -0.25, 1)]),
+        (2, [(5, -0.5, 2), (8, -0.25, 1)]),
+        (3, [(5, -0.5, 2), (8, -0.25, 1), (3, -0.75, 3)]),
+    ],
+)
+@pytest.mark.parametrize("said", [5, 0])
+async def test_logprobs_of_the_prompt_come_before_the_first_token(
+    manager: StandInManager, most: int, place: list[Any], said: int
+) -> None:
+    request = made(manager, prompt_logprobs=most)
+    likely = [(-0.25, 8, None), (-0.5, 5, None), (-0.75, 3, None)]
     manager.say(
         [9],
         1,
-        input_token_logprobs=[(None, 4, None), (-0.5, 5, None)],
-        input_top_logprobs=[None, [(-0.25, 8, None), (-0.5, 5, None)]],
+        input_token_logprobs=[(None, 4, None), (-0.5, said, None)],
+        input_top_logprobs=[None, likely],
     )
     first, second = (await request.next()).chunks
-    assert first.prompt_logprobs == [None, [(5, -0.5, None), (8, -0.25, None)]]
+    assert first.prompt_logprobs == [None, place]
     assert second.token_ids == [9]
 
 
 async def test_logprobs_of_a_prompt_are_never_of_two_versions(manager: StandInManager) -> None:
-    request = made(manager, began=0, wants_prompt=True)
+    request = made(manager, prompt_logprobs=1)
     manager.say([9], 1, [1], input_token_logprobs=[(None, 4, None)])
     delta = await request.next()
     assert (delta.chunks, delta.finish_reason) == ([], "abort")
