@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Final
 
 from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import ManifestError, WrongBaseError
-from weight_transfer.format.chunk import DEFAULT_CHUNK_BYTES, encode_chunk, row_ranges, update_of
+from weight_transfer.format.chunk import (
+    DEFAULT_CHUNK_BYTES,
+    chunk_id,
+    encode_chunk,
+    row_ranges,
+    update_of,
+)
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.format.digest import digest_of
 from weight_transfer.format.manifest import (
@@ -22,6 +32,11 @@ from weight_transfer.format.signing import SigningKey
 from weight_transfer.format.tensors import AnyTensor
 
 DEFAULT_LIFETIME_S = 24 * 3600.0
+WRITERS: Final = 4
+"""Small chunks that are written at once: a disk flushes several files in the time of one."""
+SMALL_BYTES: Final = 1 << 20
+Put = Callable[[bytes], str]
+"""Function that stores a chunk and returns its name."""
 
 
 class VersionPublisher:
@@ -74,9 +89,10 @@ class VersionPublisher:
         if old.keys() != new.keys():
             raise ManifestError(f"tensors differ: {sorted(old.keys() ^ new.keys())[:4]}")
         before = self._digests_of(parent, old)
-        tensors = tuple(
-            self._tensor(old[name], new[name], before[name], level) for name in sorted(old)
-        )
+        with self._written() as put:
+            tensors = tuple(
+                self._tensor(old[name], new[name], before[name], level, put) for name in sorted(old)
+            )
         return self.publish_updates(version, parent, tensors)
 
     def publish_base(self, version: int, tensors: Mapping[str, AnyTensor]) -> Manifest:
@@ -85,10 +101,11 @@ class VersionPublisher:
         Return its signed manifest. A delta of the same version may be published too.
         """
         updates = []
-        for name in sorted(tensors):
-            zeros = tensors[name].zeros()
-            digest = digest_of(zeros.bits)
-            updates.append(self._tensor(zeros, tensors[name], digest, Level.FAST))
+        with self._written() as put:
+            for name in sorted(tensors):
+                zeros = tensors[name].zeros()
+                digest = digest_of(zeros.bits)
+                updates.append(self._tensor(zeros, tensors[name], digest, Level.FAST, put))
         return self.publish_updates(version, version, tuple(updates))
 
     def publish_updates(
@@ -171,11 +188,33 @@ class VersionPublisher:
                     " go on from the weights that were restored, or publish a new base"
                 )
 
-    def _tensor(self, old: AnyTensor, new: AnyTensor, before: int, level: Level) -> TensorUpdate:
+    @contextmanager
+    def _written(self) -> Iterator[Put]:
+        """Return a context whose function stores chunks, small ones beside its caller; all of them
+        are durable at its end.
+        """
+        pending: deque[Future[str]] = deque()
+        with ThreadPoolExecutor(WRITERS, thread_name_prefix="rose-chunks") as pool:
+
+            def put(encoded: bytes) -> str:
+                if len(encoded) > SMALL_BYTES:
+                    return self._store.put(encoded)
+                pending.append(pool.submit(self._store.put, encoded))
+                if len(pending) > WRITERS:
+                    pending.popleft().result()
+                return chunk_id(encoded)
+
+            yield put
+            for each in pending:
+                each.result()
+
+    def _tensor(
+        self, old: AnyTensor, new: AnyTensor, before: int, level: Level, put: Put
+    ) -> TensorUpdate:
         if (old.dtype, old.shape) != (new.dtype, new.shape):
             raise ManifestError(f"{old.name}: dtype or shape changed; publish a new base instead")
         encoded = (
             encode_chunk(old, new, rows, before, level)
             for rows in row_ranges(old, self._chunk_bytes)
         )
-        return update_of(old, before, encoded, self._store.put)
+        return update_of(old, before, encoded, put)
