@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weight_transfer.apply.probe import probe_prompt
+from weight_transfer.apply.reference import take_own
 from weight_transfer.apply.replica_weights import WeightMethods
 from weight_transfer.errors import LoaderMapError, ProbeError
 
@@ -43,6 +44,7 @@ class SglangLoader:
         quantized = loader._get_quantization_config(config, load_config)
         with set_default_torch_dtype(config.dtype), device:
             model: torch.nn.Module = loader._initialize_model(config, load_config, quantized)
+        take_own(model, head=False)
         return model
 
     def only_copies(self, skeleton: torch.nn.Module) -> None:

@@ -7,6 +7,7 @@ is checked. A version that ROSE is not tested with has to have all of `executor.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from executor.engine_surfaces import EngineVersions
@@ -15,7 +16,7 @@ from executor.errors import ExecutorError
 TESTED: Final = ("0.25.0", "0.30.0", "0.31.0", "0.32.0")
 VERSIONS: Final = EngineVersions("vLLM", "vllm", TESTED, ("0.25.0", "0.34.0"))
 check_version: Final = VERSIONS.check
-DRAFTS: Final = ("ngram", "suffix", "mtp")
+DRAFTS: Final = ("ngram", "suffix", "mtp", "eagle")
 """Methods of drafts that a replica may have: an update misses no weights of theirs."""
 # cmpl-<X-Request-Id>-<prompt index>, chatcmpl-<X-Request-Id>; some versions add 8 random digits.
 _COMPLETION = re.compile(r"cmpl-(?P<id>.+)-(?P<index>\d{1,4})(?:-[0-9a-f]{8})?")
@@ -130,8 +131,12 @@ class IterationSurface(Protocol):
 
 
 def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 -- vLLM's config
-    method = getattr(config.speculative_config, "method", None)
-    yield method not in (None, *DRAFTS), undrafted(str(method)), "--speculative-config"
+    drafts, option = config.speculative_config, "--speculative-config"
+    method = getattr(drafts, "method", None)
+    yield method not in (None, *DRAFTS), undrafted(str(method)), option
+    if method == "eagle":
+        head = Path(config.model_config.model) / "draft"
+        yield Path(drafts.model) != head, f"drafts of a head outside of {head}", option
     yield config.kv_transfer_config, "disaggregated prefill and decode", "--kv-transfer-config"
     yield config.model_config.logits_processors, "custom samplers", "--logits-processors"
     yield getattr(config, "diffusion_config", None), "diffusion", "the diffusion model"

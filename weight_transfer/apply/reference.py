@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from weight_transfer.apply.receiver import StagedTensor, StagedUpdate
+from weight_transfer.format.checkpoint import HEAD
 from weight_transfer.format.tensors import TensorBits, bits_of, tensor_of
 
 if TYPE_CHECKING:
@@ -108,6 +109,22 @@ class EngineModel(LiveModel, Protocol):
 
 ReadTensor = Callable[[str], "torch.Tensor"]
 """Function that returns a checkpoint tensor by name, in memory of its own."""
+
+
+def take_own(model: torch.nn.Module, *, head: bool) -> None:
+    """Make the loader of an instance leave out tensors of other models in the checkpoint.
+
+    head: it is of the head that drafts, whose tensors it takes by their names without `draft.`.
+    """
+    loader: Any = model
+    load = loader.load_weights
+
+    def own(weights: Iterable[tuple[str, torch.Tensor]]) -> Any:  # noqa: ANN401 -- the engine's
+        prefix = f"{HEAD}."
+        found = ((n, t) for n, t in weights if n.startswith(prefix) is head)
+        return load((n.removeprefix(prefix), t) for n, t in found)
+
+    loader.load_weights = own
 
 
 def load_in_pieces(

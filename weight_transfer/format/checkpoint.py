@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ SUFFIX = ".safetensors"
 INDEX = "model" + SUFFIX + ".index.json"
 # model-00001-of-00003.safetensors: names how many shards there are.
 NUMBERED = re.compile(r".*-\d{5}-of-(\d{5})\.safetensors")
+HEAD = "draft"
+"""Folder in a model's own with a head that drafts; its tensors' names begin with `draft.`."""
 MAX_INDEX_BYTES = 64 << 20
 MAX_OTHER_BYTES = 64 << 20
 """Files without tensors above this size are left out of a checkpoint, since others are read
@@ -114,10 +116,24 @@ class Checkpoint:
 
     @classmethod
     def of_model(cls, model_dir: Path) -> Checkpoint:
-        """Return the checkpoint in a Hugging Face model folder. Raises TensorFormatError."""
+        """Return the checkpoint in a Hugging Face model folder, with that of the head in its folder
+        `draft`. Raises TensorFormatError.
+        """
         if not model_dir.is_dir():
             raise TensorFormatError(f"{model_dir}: no such folder; give a model's folder")
-        return cls.open(model_dir)
+        policy = cls.open(model_dir)
+        if not any((model_dir / HEAD).glob(f"*{SUFFIX}")):
+            return policy
+        head = [
+            Shard(
+                f"{HEAD}/{shard.path}",
+                shard.head,
+                shard.size,
+                tuple(replace(each, name=f"{HEAD}.{each.name}") for each in shard.entries),
+            )
+            for shard in cls.open(model_dir / HEAD).shards
+        ]
+        return cls(model_dir, (*policy.shards, *head), policy.others)
 
     @property
     def single(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from weight_transfer.apply.probe import probe_prompt
+from weight_transfer.apply.reference import take_own
 from weight_transfer.errors import ProbeError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _CONFIG = "_rose_vllm_config"
 """Attribute of a skeleton model: the vLLM configuration with its own table of layers."""
+_WITH_WEIGHTS: Final = ("mtp", "eagle")
+"""Methods of drafts that have weights of the checkpoint."""
 _ONLINE_LOADER = "online_process_loader"
 """Name of vLLM's weight loaders that quantise a layer once all of its weights are there."""
 
@@ -76,6 +79,7 @@ class VllmLoader:
         with set_default_torch_dtype(model_config.dtype), device:
             model: torch.nn.Module = initialize_model(vllm_config=config, model_config=model_config)
         setattr(model, _CONFIG, config)
+        take_own(model, head=self._head)
         return model
 
     def only_copies(self, skeleton: torch.nn.Module) -> None:
@@ -113,17 +117,22 @@ class VllmLoader:
         """Configuration of the model that is made."""
         return self.vllm_config.model_config
 
+    @property
+    def _head(self) -> bool:
+        """True for a head that drafts, which has a checkpoint of its own beside the policy's."""
+        return False
+
 
 @dataclass(frozen=True, slots=True)
 class VllmDrafts(VllmLoader):
-    """A live model of vLLM that predicts more tokens, from layers of the served checkpoint."""
+    """A live model of vLLM that predicts more tokens: layers of the policy's, or a head (EAGLE)."""
 
     model: torch.nn.Module
 
     @classmethod
     def of(cls, runner: Any) -> VllmDrafts | None:  # noqa: ANN401 -- vLLM's model runner
         """Return the drafting model of vLLM's model runner, None without one of the checkpoint."""
-        if getattr(runner.vllm_config.speculative_config, "method", None) != "mtp":
+        if getattr(runner.vllm_config.speculative_config, "method", None) not in _WITH_WEIGHTS:
             return None
         drafter = getattr(runner, "drafter", None) or runner.speculator
         return cls(runner.vllm_config, runner.device, drafter.model)
@@ -131,6 +140,10 @@ class VllmDrafts(VllmLoader):
     @property
     def _served(self) -> Any:  # noqa: ANN401 -- vLLM's
         return self.vllm_config.speculative_config.draft_model_config
+
+    @property
+    def _head(self) -> bool:
+        return bool(self.vllm_config.speculative_config.method == "eagle")
 
 
 @dataclass(frozen=True, slots=True)

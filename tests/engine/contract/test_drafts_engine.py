@@ -17,8 +17,7 @@ from guest_rig import Rig, client_of, started
 from live_replica import PROMPT, Replica, sampled, tokens_of
 
 from rose.engines import EngineRole
-from tests.engine.families.family_updates import MTP
-from tests.engine.families.tiny_families import make_family
+from tests.engine.families.tiny_families import add_head, make_family
 
 pytestmark = [
     pytest.mark.engine,
@@ -177,10 +176,15 @@ async def test_tokens_come_as_often_as_without_drafts(replica: Replica, plain: R
 
 
 @pytest.mark.nightly
-async def test_layers_that_predict_are_updated_and_change_no_token(tmp_path: Path) -> None:
-    for name in ("drafting", "plain"):
-        make_family("glm4-moe-mtp", tmp_path / name / "model", "float32")
-    option = f"--speculative-config={json.dumps(MTP)}"
+@pytest.mark.parametrize("method", ["mtp", "eagle"])
+async def test_what_drafts_is_updated_and_changes_no_token(tmp_path: Path, method: str) -> None:
+    drafts: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    for name in ("plain", "drafting"):
+        folder = tmp_path / name / "model"
+        make_family("glm4-moe-mtp" if method == "mtp" else "llama", folder, "float32")
+        if method != "mtp":
+            drafts["model"] = str(add_head(folder))
+    option = f"--speculative-config={json.dumps(drafts)}"
     async with (
         started(VLLM, tmp_path / "drafting", extra_args=(option,)) as rig,
         started(VLLM, tmp_path / "plain", EngineRole.DEDICATED) as plain_rig,
@@ -190,4 +194,8 @@ async def test_layers_that_predict_are_updated_and_change_no_token(tmp_path: Pat
         for seed in (1, 2):
             await update(replica, plain, seed)
             same(await greedy(replica, f"{seed}"), await greedy(plain, f"{seed}"))
+            status, found = await replica.call("weights/audit", {})
+            assert (status, found["flipped"], found["unjudged"]) == (200, [], []), found
+        _, beside = await plain.call("weights/audit", {})
+        assert found["weights"] > beside["weights"], "what drafts is read too"
         await as_often(replica, plain)

@@ -43,7 +43,7 @@ BAD = [
         "speculative decoding",
         f"--speculative-config={json.dumps(DRAFTS)}",
         "--speculative-algorithm=NGRAM",
-        "drafts of method 'draft_model', but of ngram, suffix, mtp",
+        "drafts of method 'draft_model', but of ngram, suffix, mtp, eagle",
     ),
     Bad(
         "disaggregated prefill and decode",

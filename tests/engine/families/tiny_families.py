@@ -230,6 +230,29 @@ def _add_predictor(folder: Path, layer: int) -> None:
     )
 
 
+def add_head(folder: Path) -> Path:
+    """Write a head of EAGLE with random weights, for a family of Llama's shape, into its folder
+    `draft`.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    config.num_hidden_layers = 1
+    named = LlamaForCausalLM(config).state_dict().items()
+    tensors = {
+        n.removeprefix("model."): w.clone() for n, w in named if n.startswith("model.layers")
+    }
+    del tensors["layers.0.input_layernorm.weight"]
+    tensors["fc.weight"] = 0.08 * torch.randn(config.hidden_size, 2 * config.hidden_size)
+    head, dtype = folder / "draft", getattr(torch, str(config.dtype).removeprefix("torch."))
+    config.save_pretrained(head)
+    saved = {name: weight.to(dtype).contiguous() for name, weight in tensors.items()}
+    save_file(saved, head / "model.safetensors", metadata={"format": "pt"})
+    return head
+
+
 def _quantise(name: str, folder: Path) -> dict[str, Any]:
     """Replace linear weights by quantised ones, a scale a row; return how, as vLLM reads it."""
     import torch

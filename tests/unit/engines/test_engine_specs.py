@@ -204,7 +204,8 @@ def test_drafts_whose_weights_no_update_reaches_are_refused_before_they_start(
     named = replace(sglang, engine=EngineKind.VLLM, extra_args=(*words,))
     launch.check_options(replace(named, role=EngineRole.HOST))
     said = (
-        f"on vLLM does not have drafts of method '{method}', but of ngram, suffix, mtp; leave out"
+        f"on vLLM does not have drafts of method '{method}', but of ngram, suffix, mtp, eagle;"
+        " leave out"
     )
     for role in (EngineRole.GUEST, EngineRole.DEDICATED):
         with pytest.raises(ConfigError, match=said):

@@ -228,6 +228,19 @@ def test_a_damaged_file_is_one_clear_error(tmp_path: Path, raw: bytes) -> None:
         read_safetensors(path)
 
 
+def test_a_head_that_drafts_is_read_with_the_policy(tmp_path: Path) -> None:
+    (tmp_path / "draft").mkdir()
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert read_model_dir(tmp_path).keys() == {"a"}
+    save_file({"a": torch.zeros(2)}, tmp_path / "draft/model.safetensors")
+    read = read_model_dir(tmp_path)
+    assert {name: (t.name, t.bits.size) for name, t in read.items()} == {
+        "a": ("a", 3),
+        "draft.a": ("draft.a", 2),
+    }
+    assert not read["draft.a"].bits.any()
+
+
 def test_a_directory_without_weights_or_with_a_tensor_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TensorFormatError, match=r"no \*"):
         read_model_dir(tmp_path)

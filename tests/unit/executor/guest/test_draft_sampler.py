@@ -1,6 +1,7 @@
 """The probe of the sampler of drafts: exact samplers pass, and others are refused by a line."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from executor.errors import ExecutorError
+from executor.vllm.compat import check_features
 from executor.vllm.drafts import _expanded, check_sampler
 
 Sampled = Callable[..., Any]
@@ -68,3 +70,17 @@ def test_each_draft_gets_the_value_of_its_request() -> None:
     values = torch.tensor([0.5, 0.25, 0.0])
     assert _expanded(values, ends, 5, 0, 1).tolist() == [0.5, 0.5, 1, 1, 1]
     assert _expanded(torch.tensor([3, 4, 5]), ends, 5).tolist() == [3, 3, 5, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("model", "refused"),
+    [("policy/draft", False), ("policy/draft/", False), ("elsewhere/draft", True)],
+)
+def test_a_head_has_its_place_in_the_policys_folder(model: str, refused: bool) -> None:
+    config = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="eagle", model=model),
+        model_config=SimpleNamespace(model="policy", logits_processors=None),
+        kv_transfer_config=None,
+    )
+    with pytest.raises(ExecutorError, match="policy/draft") if refused else nullcontext():
+        check_features(config)
