@@ -6,6 +6,7 @@
     lora        server mode that trains an adapter with PEFT, and publishes that alone
     callback    a rollout_func without vLLM: PublishCallback
     async       AsyncGRPOTrainer(weight_transfer=RoseWeightTransfer(...))
+    distill     ServerDistillationTrainer: a new student, whose teacher is what replicas serve
     unsynced    server mode that publishes its base alone: replicas keep its first weights
     stock       the same against a stock vLLM at --url
 
@@ -30,6 +31,7 @@ from datasets import Dataset
 from PIL import Image
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     TrainerCallback,
@@ -43,8 +45,9 @@ from rose.client import BlockingRolloutClient, Sampling
 from rose.integrations import PolicyPublisher, TrainerSettings
 
 PROMPTS = [f"say {number}" for number in range(64)]
-MODES = ("server", "vision", "rollout", "lora", "callback", "async", "unsynced", "stock")
+MODES = ("server", "vision", "rollout", "lora", "callback", "async", "distill", "unsynced", "stock")
 BATCH, GROUP, TOKENS = 32, 8, 16
+LIKELY = 20
 SAVED = "checkpoint-*"
 WORD = re.compile("<[^<>]*>")
 
@@ -221,9 +224,7 @@ def grpo(args: argparse.Namespace) -> tuple[Any, PolicyPublisher | None]:
             model_init_kwargs={"dtype": "float32"},
         ),
         reward_funcs=letters,
-        train_dataset=pictures()
-        if args.mode == "vision"
-        else Dataset.from_dict({"prompt": PROMPTS}),
+        train_dataset=pictures() if args.mode == "vision" else texts(),
         callbacks=callbacks,
         **more,
     )
@@ -267,6 +268,36 @@ def asynchronous(args: argparse.Namespace) -> tuple[Any, PolicyPublisher]:
     return trainer, weights.publisher
 
 
+def distillation(args: argparse.Namespace) -> tuple[Any, None]:
+    """Make a ServerDistillationTrainer of a new student; nothing is published."""
+    from trl.experimental.server_distillation import (
+        ServerDistillationConfig,
+        ServerDistillationTrainer,
+    )
+
+    from rose.integrations.trl import use
+
+    settings = TrainerSettings.from_env()
+    use(settings)
+    own = common(args)
+    del own["num_generations"]
+    torch.manual_seed(args.seed)
+    trainer = ServerDistillationTrainer(
+        model=AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model)).float(),
+        args=ServerDistillationConfig(
+            **own,
+            per_device_train_batch_size=BATCH,
+            teacher_model_server_url=settings.gateway,
+            beta=0.0,
+            loss_top_k=LIKELY,
+        ),
+        train_dataset=texts(),
+        processing_class=AutoTokenizer.from_pretrained(args.model),
+        callbacks=[Steps(args.out)],
+    )
+    return trainer, None
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, and leave without waiting for the daemons of others."""
     parser = argparse.ArgumentParser(prog="bench.trainers.trl_run")
@@ -282,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--url", default="", help="of a stock vLLM")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    trainer, publisher = (asynchronous if args.mode == "async" else grpo)(args)
+    ways = {"async": asynchronous, "distill": distillation}
+    trainer, publisher = ways.get(args.mode, grpo)(args)
     began_s = time.monotonic()
     trainer.train(resume_from_checkpoint=bool([*args.folder.glob(SAVED)]) or None)
     last: dict[str, Any] = {"train_s": time.monotonic() - began_s}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import requests
 from transformers import TrainerCallback, TrainerState
-from trl.generation import vllm_generation
+from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient, pil_to_base64
 
 from rose.contract.gateway import GENERATE, JOB_HEADER, RETRIED
@@ -82,7 +82,8 @@ def use(settings: TrainerSettings, *, adapters: bool = False) -> PolicyPublisher
     vllm_generation.VLLMGeneration._place_features = lambda _, features, __: features
     if adapters:
         vllm_generation.VLLMGeneration.sync_weights = sync_adapter
-    _need_no_vllm(vllm_generation)
+    for module in (vllm_generation, vllm_client):
+        _need_no_vllm(module)
     atexit.register(publisher.close)
     return publisher
 

@@ -128,6 +128,15 @@ def test_grpo_learns_and_samples_what_it_trains(
         assert run.mismatch <= 0.01
 
 
+def test_a_student_learns_the_likeliest_tokens_of_a_teacher(
+    python: Path, stack: TrainerStack, tmp_path: Path
+) -> None:
+    with started(python, stack, tmp_path, "distill", 12) as process:
+        run = finished(process, tmp_path)
+    losses = [each["loss"] for each in run.steps]
+    assert mean(losses[-4:]) < mean(losses[:4]) / 2, losses
+
+
 @pytest.fixture(scope="module")
 def seeing(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerStack]:
     """A fleet of a model that takes images."""
