@@ -3,6 +3,7 @@
 measure     starts engines, plays every load five times alone and five times beside a guest
 trace       writes a generated trace in the Azure format, as uneven as the recorded one of 2023
 validate    plays a measured run in the simulator, and shows its error beside the repeats' spread
+readings    varies what the ROSE paper leaves open, and shows which readings its figures fit
 
 Calibrated is by the first load: the host's step times, how long its API process takes, and how much
 longer a guest's step takes beside a busy host than alone (they share cores' caches and memory, and
@@ -53,7 +54,12 @@ from rose.simulation import (
     TrainerSpec,
     UserRequest,
     carry_out,
+    run_all,
 )
+from rose.simulation.setups import setup_scenario
+from rose.simulation.tables import ROWS as PAPER_ROWS
+from rose.simulation.workloads.amounts import LogNormal
+from rose.simulation.workloads.episodes import FROZEN_LAKE
 from slo import SloSpec, StepProfile, StepSample, fit_profile, percentile
 
 MEASURED = Path("bench/results/simulation/measured.json")
@@ -77,6 +83,13 @@ GUEST_TIMES = 6
 # The model's KV memory comes in units of so many tokens, the engines' in blocks of 16: so there is
 # a unit for each sequence that may run. It limits neither in these loads.
 UNIT_TOKENS = 256
+READING_POLICIES = ("fixed", "spot", "serverless", "paper")
+READINGS = tuple(
+    (episodes, answers, load)
+    for answers, load in ((1.0, 1.0), (1.0, 0.5), (1.0, 0.25), (3.0, 0.5))
+    for episodes in (256, 1_024, 2_048, 4_096)
+)
+"""Episodes a step, length of answers and rate of users as multiples of the usual ones."""
 HEAD = ("LOAD", "FIGURE", "MEASURED", "REPEATS", "SIMULATED", "OFF", "VERDICT")
 
 
@@ -489,6 +502,11 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("validate", help="play a measured run in the simulator")
     check.add_argument("measured", type=Path, nargs="?", default=MEASURED, metavar="FILE")
     check.set_defaults(run=_validate)
+    readings = commands.add_parser("readings", help="FrozenLake by several readings of the paper")
+    readings.add_argument("--seed", type=int, default=0)
+    readings.add_argument("--scale", type=float, default=0.25, metavar="X")
+    readings.add_argument("--workers", type=int, metavar="N", help="default: one a core")
+    readings.set_defaults(run=_readings)
     return parser
 
 
@@ -529,6 +547,49 @@ def _validate(args: argparse.Namespace) -> int:
     rows = [row for run in read_measured(args.measured) for row in validate(run)]
     write(View({}, tuple(summary(rows)), (table(rows),)), Format.TABLE)
     return 0
+
+
+def _readings(args: argparse.Namespace) -> int:
+    asked = [
+        SimulatedRun(reading_scenario(*reading, args.scale), policy, args.seed)
+        for reading in READINGS
+        for policy in READING_POLICIES
+    ]
+    results = iter(run_all(asked, args.workers))
+    rows = []
+    for episodes, answers, load in READINGS:
+        runs = {policy: [next(results)] for policy in READING_POLICIES}
+        shown = [f"{episodes}", f"{answers:g}", f"{load:g}"]
+        for row in PAPER_ROWS:
+            value = row.measure(runs, "paper")
+            shown.append(f"{value:.2f}" + " !" * (not row.low <= value <= row.high))
+        for policy in ("fixed", "paper"):
+            users = runs[policy][0].users
+            shown.append(f"{users.ttft_s.p99:.3f}" if users is not None else "")
+        rows.append(tuple(shown))
+        sys.stderr.write(f"{' '.join(shown)}\n")
+    head = ("EPISODES", "ANSWERS", "USERS", *(row.what.upper() for row in PAPER_ROWS))
+    head += ("TTFT P99 ALONE S", "TTFT P99 S")
+    write(View({}, (), (Table(head, tuple(rows), right=frozenset(head)),)), Format.TABLE)
+    return 0
+
+
+def reading_scenario(episodes: int, answers: float, load: float, scale: float) -> Scenario:
+    """Return FrozenLake with so many episodes a step, `answers` times as long, and users' load."""
+    scenario = setup_scenario("frozen_lake-8b", steps=2, load=load, scale=scale)
+    usual = FROZEN_LAKE.each.output
+    assert isinstance(usual, LogNormal)
+    output = replace(usual, median=answers * usual.median, most=answers * usual.most)
+    groups = round(episodes * scale / scenario.trainer.samples)
+    return replace(
+        scenario,
+        name=f"{episodes} episodes, answers x {answers:g}, users x {load:g}",
+        trainer=replace(
+            scenario.trainer, groups=groups, concurrency=2 * groups * scenario.trainer.samples
+        ),
+        rollouts=replace(FROZEN_LAKE, each=replace(FROZEN_LAKE.each, output=output)),
+        until_s=36_000.0,
+    )
 
 
 if __name__ == "__main__":

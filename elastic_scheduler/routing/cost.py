@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from elastic_scheduler.leases.lease_table import ReplicaKind
-from elastic_scheduler.routing.predictors import RateMeter
+from elastic_scheduler.routing.predictors import RateMeter, WorkingSet
 
 # Rate of nodes without known rates: any figure will do if all such replicas get the same.
 UNKNOWN_DECODE_TOK_S = 1_000.0
@@ -76,10 +76,12 @@ class ReplicaLoad:
         "revokes",
         "slot",
         "view",
+        "working_set",
     )
 
     def __init__(self, view: ReplicaView, now_s: float) -> None:
         self.meter = RateMeter(view.decode_tok_s or UNKNOWN_DECODE_TOK_S, now_s)
+        self.working_set = WorkingSet()
         self.view = view
         self.prefill_tok_s = view.prefill_tok_s or UNKNOWN_PREFILL_TOK_S
         self.decode_tok_s = view.decode_tok_s or UNKNOWN_DECODE_TOK_S
@@ -99,6 +101,8 @@ class ReplicaLoad:
 
     def set_view(self, view: ReplicaView) -> None:
         """Replace the replica's row of the table; measurements stay."""
+        if view.policy_version != self.view.policy_version:
+            self.working_set.clear()
         self.view = view
         self.prefill_tok_s = view.prefill_tok_s or UNKNOWN_PREFILL_TOK_S
         self.meter.set_offered(view.decode_tok_s or UNKNOWN_DECODE_TOK_S)
@@ -270,6 +274,7 @@ class TurnPlacement:
     need: TurnNeed
     owed_tokens: int
     load: ReplicaLoad
+    context_tokens: int = 0
     generated_tokens: int = 0
     first_tokens: int = 0
     first_s: float = 0.0

@@ -92,6 +92,67 @@ class PrefixAffinity:
         return len(self._held)
 
 
+class WorkingSet:
+    """Contexts in one replica's KV memory: those of live turns, and of trajectories between two.
+
+    Tokens of a trajectory between two turns are cached until newer ones need their place, or until
+    it stayed away for longer than trajectories do.
+    """
+
+    __slots__ = ("_resting", "live_tokens", "resting_tokens")
+
+    def __init__(self) -> None:
+        self._resting: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self.live_tokens = 0
+        self.resting_tokens = 0
+
+    def __contains__(self, session: str) -> bool:
+        """Return True if the trajectory's prefix is cached."""
+        return kept_name(session) in self._resting
+
+    def begin(self, session: str, tokens: int) -> float | None:
+        """Add a live turn of so many tokens; return the time at which its prefix was cached, None
+        without one.
+        """
+        self.live_tokens += tokens
+        return self.drop(session)
+
+    def end(self, tokens: int, session: str = "", kept: int = 0, now_s: float = 0.0) -> None:
+        """Remove a live turn of so many tokens; `kept`: those that stay cached for its session."""
+        self.live_tokens -= tokens
+        if kept:
+            self.drop(session)
+            self._resting[kept_name(session)] = kept, now_s
+            self.resting_tokens += kept
+
+    def drop(self, session: str) -> float | None:
+        """Remove a trajectory's prefix; return the time at which it was cached."""
+        tokens, at_s = self._resting.pop(kept_name(session), (0, None))
+        self.resting_tokens -= tokens
+        return at_s
+
+    def clear(self) -> None:
+        """Remove all prefixes, as a replica does that changes its version."""
+        self._resting.clear()
+        self.resting_tokens = 0
+
+    def trim(self, kv_tokens: int, oldest_s: float = -math.inf) -> None:
+        """Remove the prefixes that newer tokens have displaced, and those cached before `oldest_s`.
+
+        kv_tokens: the replica's KV memory, 0 if unknown.
+        """
+        while self._resting:
+            session, (_, at_s) = next(iter(self._resting.items()))
+            fits = not kv_tokens or self.live_tokens + self.resting_tokens <= kv_tokens
+            if fits and at_s >= oldest_s:
+                break
+            self.drop(session)
+
+    def fits(self, tokens: int, kv_tokens: int) -> bool:
+        """Return True if so many tokens more displace nothing, or the replica has no turns."""
+        return not self.live_tokens or self.live_tokens + self.resting_tokens + tokens <= kv_tokens
+
+
 class QuantileWindow:
     """Window of the newest `size` integers, for quantiles."""
 

@@ -72,6 +72,10 @@ WORKED_OFF = 0.75
 # The expected tokens of turns are averaged over about this many of them.
 TYPICAL_TURNS = 256
 FIRST_TYPICAL_TOKENS = 256.0
+# Mean seconds between two turns of a trajectory, before any were seen; and the number of such means
+# after which a trajectory is not expected back.
+FIRST_PAUSE_S = 10.0
+PAUSES_KEPT = 8.0
 
 
 class ReplicaClass:
@@ -240,6 +244,7 @@ class Router:
         self._lengths = LengthPredictor(sessions_kept)
         self._log = RoutingLog()
         self._typical_tokens = FIRST_TYPICAL_TOKENS
+        self._pause_s = FIRST_PAUSE_S
         self._paces = TurnSpeeds()
         self._oldest_version: int | None = None
         self._usable_versions: set[int] = set()
@@ -284,6 +289,10 @@ class Router:
             self._index.remove(load)
             heapq.heappush(self._resting, (until_s, replica))
 
+    def holds(self, need: TurnNeed) -> bool:
+        """Return True if a replica has the prefix of the turn's trajectory."""
+        return bool(need.session) and self._ask(need).holder is not None
+
     def live_turns(self) -> dict[str, int]:
         """Return the number of live turns on each replica of the table, by replica id."""
         return {name: load.live for name, load in self._loads.items()}
@@ -326,11 +335,14 @@ class Router:
 
     # ---- the choice ----
 
-    def choose(self, need: TurnNeed, now_s: float, avoid: str = "") -> str | None:
+    def choose(
+        self, need: TurnNeed, now_s: float, avoid: str = "", *, displaces: bool = True
+    ) -> str | None:
         """Return the replica that should take the turn now, None if the turn should wait.
 
         The choice and its reason are logged. avoid: replica that just failed this turn; it is
-        chosen only if no other can take the turn.
+        chosen only if no other can take the turn. displaces: False for a turn that waits where it
+        would push prefixes of other trajectories out of the KV memory.
         """
         self._wake(now_s)
         ask = self._ask(need)
@@ -339,6 +351,11 @@ class Router:
         others = others or weighed
         if not others:
             return self._decide(ask, now_s, None, "no replica may take it now", others)
+        if need.session and ask.holder is None:
+            roomy = [each for each in others if self._has_memory(each[1], ask, now_s)]
+            if not (roomy or displaces) and len(self._order) <= EXACT_UP_TO:
+                return self._decide(ask, now_s, None, "waits for KV of other trajectories", others)
+            others = roomy or others
         best_s, best = min(others, key=_by_cost)
         if self._should_wait(ask, best_s, now_s):
             return self._decide(ask, now_s, None, "waits for a full replica, far cheaper", others)
@@ -414,6 +431,9 @@ class Router:
 
     def forget(self, session: str) -> None:
         """Forget the prefix and lengths of a trajectory that is over; its logged choices stay."""
+        prefix = self._prefixes.find(session)
+        if prefix is not None and prefix.replica in self._loads:
+            self._loads[prefix.replica].working_set.drop(session)
         self._prefixes.forget(session)
         self._lengths.forget(session)
 
@@ -435,8 +455,13 @@ class Router:
         expected = self._expected(need)
         self._typical_tokens += (expected - self._typical_tokens) / TYPICAL_TURNS
         load.add_turn(expected, now_s)
+        context = need.prompt_tokens + expected
+        rested_s = load.working_set.begin(need.session, context)
+        load.working_set.trim(load.view.kv_tokens)
+        if rested_s is not None:
+            self._pause_s += (now_s - rested_s - self._pause_s) / TYPICAL_TURNS
         self._arrange(load, now_s)
-        return TurnPlacement(replica, need, expected, load)
+        return TurnPlacement(replica, need, expected, load, context)
 
     def progress(self, placement: TurnPlacement, tokens: int, now_s: float) -> None:
         """Record that a live turn got `tokens` more tokens."""
@@ -474,11 +499,15 @@ class Router:
         """
         load, need, made = placement.load, placement.need, placement.generated_tokens
         load.drop_turn(placement.owed_tokens, now_s, revoked)
+        keeps = need.session and made and wanted and not revoked
+        kept = need.prompt_tokens + made if keeps else 0
+        load.working_set.end(placement.context_tokens, need.session, kept, now_s)
+        load.working_set.trim(load.view.kv_tokens)
         self._paces.note(placement)
         if self._loads.get(placement.replica) is load:
             self._arrange(load, now_s)
-        if need.session and made and wanted and not revoked:
-            held = Prefix(placement.replica, need.prompt_tokens + made, load.view.policy_version)
+        if keeps:
+            held = Prefix(placement.replica, kept, load.view.policy_version)
             self._prefixes.note(need.session, held)
         elif need.prefix_keys and made and not revoked:
             self._shared.note(need.prefix_keys, placement.replica, load.view.policy_version)
@@ -496,6 +525,8 @@ class Router:
         holder = self._loads.get(prefix.replica) if prefix is not None else None
         # A replica drops its caches when it changes versions.
         if holder is None or prefix is None or holder.view.policy_version != prefix.version:
+            return CostQuery(need, expected, is_long, None, 0)
+        if need.session not in holder.working_set:
             return CostQuery(need, expected, is_long, None, 0)
         return CostQuery(need, expected, is_long, holder, prefix.tokens)
 
@@ -537,6 +568,16 @@ class Router:
         if holder is not None and holder not in found and not refusal(holder, need, now_s):
             weighed.append((cost_s(holder, ask, now_s), holder))
         return weighed
+
+    def _has_memory(self, load: ReplicaLoad, ask: CostQuery, now_s: float) -> bool:
+        """Return True if the replica's KV memory has room for a trajectory that it does not hold.
+
+        Otherwise it would push out the prefix of one that is about to come back, which would then
+        be computed anew with each of its turns.
+        """
+        kv_tokens, tokens = load.view.kv_tokens, ask.need.prompt_tokens + ask.expected_tokens
+        load.working_set.trim(kv_tokens, now_s - PAUSES_KEPT * self._pause_s)
+        return not kv_tokens or load.working_set.fits(tokens, kv_tokens)
 
     def _should_wait(self, ask: CostQuery, best_s: float, now_s: float) -> bool:
         """Return True if the turn would cost 8 times more on the best free replica than on a full

@@ -96,6 +96,10 @@ def _in_turn(waiter: _WaitingTurn) -> tuple[int, int, int]:
     return waiter.turn
 
 
+# Router, versions, and True for a turn whose prefix a replica holds, or that may displace others'.
+_Constraint = tuple[Router, int | None, int | None, bool]
+
+
 class Dispatcher:
     """Dispatcher of turns: it holds the replica table, the routers and the queue of waiting turns;
     `clock` gives monotonic seconds.
@@ -119,8 +123,8 @@ class Dispatcher:
         self._live: dict[LiveAttempt, None] = {}
         # Sorted by priority (lower first); of equal ones turns that continue, then by arrival.
         self._waiting: list[_WaitingTurn] = []
-        # Router and versions of turns that could not be placed in the last pass over the queue.
-        self._blocked: set[tuple[Router, int | None, int | None]] = set()
+        # Constraints of turns that could not be placed in the last pass over the queue.
+        self._blocked: set[_Constraint] = set()
         self._arrivals = count()
         # Event that is set when a turn comes and there was none.
         self.work_began = asyncio.Event()
@@ -254,10 +258,13 @@ class Dispatcher:
         turn.
         """
         last = len(self._waiting) > 1 and self._waiting[-1] is waiter
-        return last and self._constraint(waiter.need) in self._blocked
+        return last and self._constraint(waiter, waiter.since_s) in self._blocked
 
-    def _constraint(self, need: TurnNeed) -> tuple[Router, int | None, int | None]:
-        return self.jobs.of(need.job), need.min_version, need.exact_version
+    def _constraint(self, waiter: _WaitingTurn, now_s: float) -> _Constraint:
+        need, router = waiter.need, self.jobs.of(waiter.need.job)
+        # A turn that would fail for want of a place no longer waits for others' prefixes.
+        late = not waiter.batch and now_s - waiter.since_s > self.settings.queue_wait_s / 2
+        return router, need.min_version, need.exact_version, late or router.holds(need)
 
     def _leave(self, waiter: _WaitingTurn) -> None:
         """Remove a cancelled waiter from the queue, or give its just granted place back."""
@@ -317,13 +324,13 @@ class Dispatcher:
             if not self.jobs.has_room():
                 break
             tried += 1
-            constraint = self._constraint(waiter.need)
-            router = constraint[0]
+            constraint = self._constraint(waiter, now_s)
+            router, *_, displaces = constraint
             if waiter.granted.done():
                 continue
             name = None
             if constraint not in blocked and router.has_room():
-                name = router.choose(waiter.need, now_s, waiter.avoid)
+                name = router.choose(waiter.need, now_s, waiter.avoid, displaces=displaces)
             if name is None:
                 blocked.add(constraint)
                 still.append(waiter)

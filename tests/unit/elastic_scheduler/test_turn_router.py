@@ -97,6 +97,33 @@ def test_a_new_version_empties_the_prefix_cache() -> None:
     assert router.explain(TurnNeed("s", 100, 14), 0.2)[0].uncached_tokens == 100
 
 
+def ended(router: Router, need: TurnNeed, now_s: float) -> None:
+    turn = router.begin("a", need, now_s)
+    router.progress(turn, need.budget_tokens, now_s)
+    router.end(turn, now_s, finished=True)
+
+
+def test_a_trajectory_waits_where_it_would_push_out_prefixes_that_come_back() -> None:
+    router = router_with(view("a", kv_tokens=1_000))
+    for number in range(4):
+        ended(router, TurnNeed(f"s{number}", 186, 14), 0.0)
+    new, back = TurnNeed("new", 230, 14), TurnNeed("s1", 210, 14)
+    assert router.choose(new, 1.0, displaces=False) == "a", "without turns nothing is kept back"
+    turn = router.begin("a", TurnNeed("s0", 210, 14), 1.0)
+    assert router.choose(new, 1.0, displaces=False) is None
+    assert router.explained("new")[-1].why == "waits for KV of other trajectories"
+    assert router.choose(new, 1.0) == "a", "one that waited for long displaces them"
+    assert router.holds(back)
+    assert router.choose(back, 1.0, displaces=False) == "a"
+    router.forget("s3")
+    assert router.choose(new, 1.0, displaces=False) == "a", "a trajectory is over"
+    ended(router, TurnNeed("s4", 400, 14), 1.0)
+    assert not router.holds(back), "the oldest prefix had to make room"
+    assert router.choose(back, 1.0, displaces=False) is None
+    assert router.choose(back, 200.0, displaces=False) == "a", "nobody came back for so long"
+    router.end(turn, 200.0)
+
+
 def test_a_turn_waits_rather_than_go_to_a_far_worse_replica() -> None:
     router = router_with(
         view("good", decode_tok_s=1e4, max_sequences=1), view("slow", decode_tok_s=1.0)
