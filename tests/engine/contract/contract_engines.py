@@ -1,7 +1,7 @@
 """Engines that the contract suite runs against: how each is found, started and asked.
 
-vLLM of this environment is there always. vLLM 0.25 is where ROSE_VLLM25_PYTHON names an interpreter
-that has it; SGLang where `sglang_python` finds one, with ROSE_TEST_SGLANG_RANKS=2 over two
+vLLM of this environment is there always, and `scripts/engine-matrix` puts other versions in its
+place. SGLang is where `sglang_python` finds one, with ROSE_TEST_SGLANG_RANKS=2 over two
 tensor-parallel ranks.
 """
 
@@ -122,12 +122,6 @@ class ContractEngine:
 
 
 VLLM = ContractEngine("vLLM 0.32", EngineKind.VLLM, None)
-VLLM_25 = ContractEngine(
-    "vLLM 0.25",
-    EngineKind.VLLM,
-    os.environ.get("ROSE_VLLM25_PYTHON", ""),
-    "name an interpreter with vLLM 0.25: ROSE_VLLM25_PYTHON",
-)
 _RANKS = int(os.environ.get("ROSE_TEST_SGLANG_RANKS", "1"))
 SGLANG = ContractEngine(
     "SGLang 0.5.23" + f", {_RANKS} ranks" * (_RANKS > 1),
@@ -136,4 +130,4 @@ SGLANG = ContractEngine(
     MISSING,
     _RANKS,
 )
-ENGINES = (VLLM, VLLM_25, SGLANG)
+ENGINES = (VLLM, SGLANG)
