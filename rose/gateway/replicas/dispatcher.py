@@ -262,9 +262,10 @@ class Dispatcher:
 
     def _constraint(self, waiter: _WaitingTurn, now_s: float) -> _Constraint:
         need, router = waiter.need, self.jobs.of(waiter.need.job)
-        # A turn that would fail for want of a place no longer waits for others' prefixes.
+        # A turn that continues, or would soon fail for want of a place, waits for no memory.
         late = not waiter.batch and now_s - waiter.since_s > self.settings.queue_wait_s / 2
-        return router, need.min_version, need.exact_version, late or router.holds(need)
+        displaces = bool(waiter.avoid) or late or router.holds(need)
+        return router, need.min_version, need.exact_version, displaces
 
     def _leave(self, waiter: _WaitingTurn) -> None:
         """Remove a cancelled waiter from the queue, or give its just granted place back."""

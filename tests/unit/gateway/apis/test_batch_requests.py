@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from elastic_scheduler import TurnNeed
+from elastic_scheduler import End, TurnNeed
 from rose.errors import ConfigError
 from rose.gateway.errors import NoReplica
 from rose.gateway.replicas.dispatcher import Dispatcher
@@ -101,6 +101,33 @@ async def test_a_batch_whose_replicas_make_nothing_or_go_on_for_ever_is_given_up
     error = queue.batch.exception()
     assert isinstance(error, NoReplica)
     assert "no replica was free" in str(error)
+
+
+async def test_a_trajectory_without_a_prefix_waits_for_memory_and_others_pass_it() -> None:
+    queue = Queue()
+    row = entry(StandInReplica(), "own-0", max_sequences=9, kv_tokens=1_000)
+    queue.dispatcher.set_table((row,))
+    for session in ("back", "away"):
+        turn = await queue.dispatcher.acquire(TurnNeed(session, 390, 10))
+        queue.dispatcher.journaled(turn, 10)
+        queue.dispatcher.finish(turn, End.FINISHED)
+    queue.first = await queue.dispatcher.acquire(TurnNeed("", 90, 10))
+    new, batched, moved, back = waits = [
+        asyncio.create_task(queue.dispatcher.acquire(TurnNeed(*need), avoid, batch=batch))
+        for need, avoid, batch in (
+            (("new", 290, 10), "", False),
+            (("batched", 290, 10), "", True),
+            (("moved", 40, 10), "gone", True),
+            (("back", 400, 10), "", False),
+        )
+    ]
+    await asyncio.sleep(0)
+    assert [task.done() for task in waits] == [False, False, True, True]
+    await queue.pass_by(32, tokens=True)
+    assert (new.done(), batched.done()) == (True, False), "half of --queue-wait-s is over"
+    for live in (queue.first, moved.result(), back.result(), new.result()):
+        queue.dispatcher.finish(live, None)
+    await batched
 
 
 async def test_a_batch_that_waits_for_a_version_is_not_looked_through_for_each_of_its_turns(
