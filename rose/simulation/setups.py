@@ -3,12 +3,13 @@
 | name | cards | batch |
 | --- | --- | --- |
 | frozen_lake-8b | 8 rollout, 8 training, up to 16 borrowed | 256 in groups of 16 |
+| frozen_lake-8b-prompts | as above | 4,096: 256 groups of 16 |
 | alfworld-32b | 16 rollout, 32 training, up to 64 borrowed | 1,024 in groups of 16 |
 
 `-dapo`: over-sampled and filtered. `-async`: tokens may be one version behind. The paper (arXiv
 2605.06534) gives models, cards, batches and groups; all other figures are in `assumptions`.
 A batch counts episodes: so does `rollout_batch_size` of ROLL, the framework of the paper's authors,
-which has to be a multiple of the group's size.
+which has to be a multiple of the group's size. In `-prompts` it counts prompts.
 """
 
 import math
@@ -129,6 +130,8 @@ class TrainingJob:
 FROZEN_LAKE_8B = TrainingJob(
     "frozen_lake-8b", FROZEN_LAKE, "qwen3-8b", "rose-7b", 8.2e9, 8, 8, 16, 256, 16
 )
+# A batch of 256 read as prompts, each with a group of episodes.
+FROZEN_LAKE_8B_PROMPTS = replace(FROZEN_LAKE_8B, name="frozen_lake-8b-prompts", batch=256 * 16)
 ALFWORLD_32B = TrainingJob(
     "alfworld-32b", ALFWORLD, "qwen3-32b", "rose-32b", 32.8e9, 16, 32, 64, 1_024, 16
 )
@@ -143,6 +146,7 @@ SETUPS: Mapping[str, tuple[TrainingJob, Algorithm, int]] = MappingProxyType(
             ("-async", Algorithm.GRPO, 1),
         )
     }
+    | {FROZEN_LAKE_8B_PROMPTS.name: (FROZEN_LAKE_8B_PROMPTS, Algorithm.GRPO, 0)}
 )
 
 
