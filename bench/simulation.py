@@ -84,10 +84,9 @@ GUEST_TIMES = 6
 # a unit for each sequence that may run. It limits neither in these loads.
 UNIT_TOKENS = 256
 READING_POLICIES = ("fixed", "spot", "serverless", "paper")
-READINGS = tuple(
-    (episodes, answers, load)
-    for answers, load in ((1.0, 1.0), (1.0, 0.5), (1.0, 0.25), (3.0, 0.5))
-    for episodes in (256, 1_024, 2_048, 4_096)
+READINGS = (
+    *((episodes, 1.0, load) for load in (1.0, 0.5, 0.25) for episodes in (256, 1_024, 4_096)),
+    *((episodes, 3.0, 0.5) for episodes in (256, 1_024)),
 )
 """Episodes a step, length of answers and rate of users as multiples of the usual ones."""
 HEAD = ("LOAD", "FIGURE", "MEASURED", "REPEATS", "SIMULATED", "OFF", "VERDICT")
