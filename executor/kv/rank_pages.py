@@ -236,7 +236,7 @@ class _Rank:
         if read is None:
             raise PageUnreadable("the rank has not reported yet")
         self.first: RankReport = read
-        self._sequence = 0
+        self.sequence = 0
         self.borrowed: frozenset[int] = frozenset()
         self.figures: _Figures = 0, 0, 0, 0, 0, False, -1, b""
         if not self.read():
@@ -247,11 +247,11 @@ class _Rank:
 
         One that is being written, or stays torn, leaves the last whole one.
         """
-        found = self.section.read_after(self._sequence)
+        found = self.section.read_after(self.sequence)
         if found is None:
             return False
         crc = self.figures[-2]
-        self._sequence = found[0]
+        self.sequence = found[0]
         self.figures = figures = _CHANGING.unpack_from(found[1], _CHANGING_AT)
         if figures[-2] != crc:
             self._read_borrowed(figures[-2])
@@ -418,11 +418,12 @@ class RankPages(PageBackend):
         self._fetching = None
 
     def _read(self) -> None:
-        sequences = [rank.section.sequence for rank in self._ranks]
-        if sequences == self._sequences:
+        if [rank.section.sequence for rank in self._ranks] == self._sequences:
             return
-        self._sequences = sequences
-        if True not in [rank.read() for rank in self._ranks]:
+        news = [rank.read() for rank in self._ranks]
+        # One that is torn keeps its last whole report's, and is read again.
+        self._sequences = [rank.sequence for rank in self._ranks]
+        if True not in news:
             return
         figures = [rank.figures for rank in self._ranks]
         dones, returned, kept, owed, fetched, lends, _, failures = zip(*figures, strict=True)

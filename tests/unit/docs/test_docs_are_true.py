@@ -59,6 +59,8 @@ OTHERS_FILES = {
 OTHERS_CLASSES = {"BlockPool"}
 OTHERS_NAMES = {
     "blocking_client",  # a reader's own
+    "causal_conv1d_fn",  # what SGLang and transformers say
+    "full_attention_interval",
     "defer_block_free",
     "determine_available_memory",
     "execute_model",
