@@ -93,31 +93,35 @@ class PrefixAffinity:
 
 
 class WorkingSet:
-    """Contexts in one replica's KV memory: those of live turns, and of trajectories between two.
+    """Contexts in one replica's KV memory: of live turns, of trajectories between two turns, and of
+    trajectories that stayed away for longer than others do.
 
-    Tokens of a trajectory between two turns are cached until newer ones need their place, or until
-    it stayed away for longer than trajectories do.
+    All are cached until newer tokens need their place, those that stayed away first.
     """
 
-    __slots__ = ("_resting", "live_tokens", "resting_tokens")
+    __slots__ = ("_away", "_resting", "away_tokens", "live_tokens", "resting_tokens")
 
     def __init__(self) -> None:
+        # Tokens and the time since which they are cached, by trajectory, the oldest first.
         self._resting: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        self._away: OrderedDict[str, tuple[int, float]] = OrderedDict()
         self.live_tokens = 0
         self.resting_tokens = 0
+        self.away_tokens = 0
 
     def __contains__(self, session: str) -> bool:
         """Return True if the trajectory's prefix is cached."""
-        return kept_name(session) in self._resting
+        name = kept_name(session)
+        return name in self._resting or name in self._away
 
     def begin(self, session: str, tokens: int) -> float | None:
-        """Add a live turn of so many tokens; return the time at which its prefix was cached, None
-        without one.
+        """Add a live turn of so many tokens; return the time since which its prefix was cached,
+        None without one.
         """
         self.live_tokens += tokens
         return self.drop(session)
 
-    def end(self, tokens: int, session: str = "", kept: int = 0, now_s: float = 0.0) -> None:
+    def end(self, tokens: int, session: str, kept: int, now_s: float) -> None:
         """Remove a live turn of so many tokens; `kept`: those that stay cached for its session."""
         self.live_tokens -= tokens
         if kept:
@@ -126,31 +130,46 @@ class WorkingSet:
             self.resting_tokens += kept
 
     def drop(self, session: str) -> float | None:
-        """Remove a trajectory's prefix; return the time at which it was cached."""
-        tokens, at_s = self._resting.pop(kept_name(session), (0, None))
+        """Remove a trajectory's prefix; return the time since which it was cached, None without."""
+        name = kept_name(session)
+        tokens, since_s = self._resting.pop(name, (0, None))
         self.resting_tokens -= tokens
-        return at_s
+        if since_s is None:
+            tokens, since_s = self._away.pop(name, (0, None))
+            self.away_tokens -= tokens
+        return since_s
 
     def clear(self) -> None:
         """Remove all prefixes, as a replica does that changes its version."""
         self._resting.clear()
-        self.resting_tokens = 0
+        self._away.clear()
+        self.resting_tokens = self.away_tokens = 0
 
-    def trim(self, kv_tokens: int, oldest_s: float = -math.inf) -> None:
-        """Remove the prefixes that newer tokens have displaced, and those cached before `oldest_s`.
+    def trim(self, kv_tokens: int) -> None:
+        """Remove the prefixes that newer tokens displaced. kv_tokens: the replica's KV memory."""
+        while self.live_tokens + self.resting_tokens + self.away_tokens > kv_tokens:
+            if self._away:
+                self.away_tokens -= self._away.popitem(last=False)[1][0]
+            elif self._resting:
+                self.resting_tokens -= self._resting.popitem(last=False)[1][0]
+            else:
+                break
 
-        kv_tokens: the replica's KV memory, 0 if unknown.
+    def fits(self, tokens: int, kv_tokens: int, oldest_s: float) -> bool:
+        """Return True if so many tokens more displace no trajectory that is about to return.
+
+        kv_tokens: the replica's, 0 if unknown. oldest_s: a trajectory whose prefix was cached
+        before stays away. A replica without turns, or of unknown size, takes any.
         """
         while self._resting:
-            session, (_, at_s) = next(iter(self._resting.items()))
-            fits = not kv_tokens or self.live_tokens + self.resting_tokens <= kv_tokens
-            if fits and at_s >= oldest_s:
+            name, (kept, since_s) = next(iter(self._resting.items()))
+            if since_s >= oldest_s:
                 break
-            self.drop(session)
-
-    def fits(self, tokens: int, kv_tokens: int) -> bool:
-        """Return True if so many tokens more displace nothing, or the replica has no turns."""
-        return not self.live_tokens or self.live_tokens + self.resting_tokens + tokens <= kv_tokens
+            self._away[name] = self._resting.pop(name)
+            self.resting_tokens -= kept
+            self.away_tokens += kept
+        takes_any = not (kv_tokens and self.live_tokens)
+        return takes_any or self.live_tokens + self.resting_tokens + tokens <= kv_tokens
 
 
 class QuantileWindow:

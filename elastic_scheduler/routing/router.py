@@ -291,7 +291,7 @@ class Router:
 
     def holds(self, need: TurnNeed) -> bool:
         """Return True if a replica has the prefix of the turn's trajectory."""
-        return bool(need.session) and self._ask(need).holder is not None
+        return self._cached(need.session) is not None
 
     def live_turns(self) -> dict[str, int]:
         """Return the number of live turns on each replica of the table, by replica id."""
@@ -500,9 +500,11 @@ class Router:
         load, need, made = placement.load, placement.need, placement.generated_tokens
         load.drop_turn(placement.owed_tokens, now_s, revoked)
         keeps = need.session and made and wanted and not revoked
-        kept = need.prompt_tokens + made if keeps else 0
-        load.working_set.end(placement.context_tokens, need.session, kept, now_s)
-        load.working_set.trim(load.view.kv_tokens)
+        kept, kv_tokens = need.prompt_tokens + made if keeps else 0, load.view.kv_tokens
+        load.working_set.end(
+            placement.context_tokens, need.session, kept if kv_tokens else 0, now_s
+        )
+        load.working_set.trim(kv_tokens)
         self._paces.note(placement)
         if self._loads.get(placement.replica) is load:
             self._arrange(load, now_s)
@@ -521,14 +523,20 @@ class Router:
         is_long = self._lengths.is_long(need.job, need.made_tokens + expected)
         if need.prefix_keys and not need.session:
             return self._ask_by_prefix(need, expected, is_long)
-        prefix = self._prefixes.find(need.session) if need.session else None
+        prefix = self._cached(need.session)
+        if prefix is None:
+            return CostQuery(need, expected, is_long, None, 0)
+        return CostQuery(need, expected, is_long, self._loads[prefix.replica], prefix.tokens)
+
+    def _cached(self, session: str) -> Prefix | None:
+        """Return the prefix of a trajectory that a replica of the table holds, None without one."""
+        prefix = self._prefixes.find(session) if session else None
         holder = self._loads.get(prefix.replica) if prefix is not None else None
         # A replica drops its caches when it changes versions.
         if holder is None or prefix is None or holder.view.policy_version != prefix.version:
-            return CostQuery(need, expected, is_long, None, 0)
-        if need.session not in holder.working_set:
-            return CostQuery(need, expected, is_long, None, 0)
-        return CostQuery(need, expected, is_long, holder, prefix.tokens)
+            return None
+        displaced = holder.view.kv_tokens and session not in holder.working_set
+        return None if displaced else prefix
 
     def _ask_by_prefix(self, need: TurnNeed, expected: int, is_long: bool) -> CostQuery:
         """Return the turn with the replica that caches its beginning and owes the fewest tokens."""
@@ -575,9 +583,9 @@ class Router:
         Otherwise it would push out the prefix of one that is about to come back, which would then
         be computed anew with each of its turns.
         """
-        kv_tokens, tokens = load.view.kv_tokens, ask.need.prompt_tokens + ask.expected_tokens
-        load.working_set.trim(kv_tokens, now_s - PAUSES_KEPT * self._pause_s)
-        return not kv_tokens or load.working_set.fits(tokens, kv_tokens)
+        tokens = ask.need.prompt_tokens + ask.expected_tokens
+        oldest_s = now_s - PAUSES_KEPT * self._pause_s
+        return load.working_set.fits(tokens, load.view.kv_tokens, oldest_s)
 
     def _should_wait(self, ask: CostQuery, best_s: float, now_s: float) -> bool:
         """Return True if the turn would cost 8 times more on the best free replica than on a full

@@ -121,6 +121,7 @@ def test_a_trajectory_waits_where_it_would_push_out_prefixes_that_come_back() ->
     assert not router.holds(back), "the oldest prefix had to make room"
     assert router.choose(back, 1.0, displaces=False) is None
     assert router.choose(back, 200.0, displaces=False) == "a", "nobody came back for so long"
+    assert router.holds(TurnNeed("s2", 210, 14)), "what nobody waits for is cached all the same"
     router.end(turn, 200.0)
 
 
