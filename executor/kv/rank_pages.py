@@ -275,7 +275,6 @@ class RankPages(PageBackend):
     def __init__(self, ranks: Sequence[_Rank], blocks: int) -> None:
         """Begin with the first reports. Raises RankError if they do not fit together."""
         self._ranks = ranks
-        self._sequences: list[int] = []
         self._least_returned = self._most_kept = self._most_owed = 0
         self._lends = self._failed = False
         first = ranks[0].first
@@ -418,12 +417,8 @@ class RankPages(PageBackend):
         self._fetching = None
 
     def _read(self) -> None:
-        if [rank.section.sequence for rank in self._ranks] == self._sequences:
-            return
-        news = [rank.read() for rank in self._ranks]
-        # One that is torn keeps its last whole report's, and is read again.
-        self._sequences = [rank.sequence for rank in self._ranks]
-        if True not in news:
+        changed = [rank for rank in self._ranks if rank.section.sequence != rank.sequence]
+        if True not in [rank.read() for rank in changed]:
             return
         figures = [rank.figures for rank in self._ranks]
         dones, returned, kept, owed, fetched, lends, _, failures = zip(*figures, strict=True)
