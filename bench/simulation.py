@@ -56,7 +56,7 @@ from rose.simulation import (
     carry_out,
     run_all,
 )
-from rose.simulation.setups import setup_scenario
+from rose.simulation.setups import FROZEN_LAKE_8B, setup_scenario
 from rose.simulation.tables import ROWS as PAPER_ROWS
 from rose.simulation.workloads.amounts import LogNormal
 from rose.simulation.workloads.episodes import FROZEN_LAKE
@@ -579,13 +579,11 @@ def reading_scenario(episodes: int, answers: float, load: float, scale: float) -
     usual = FROZEN_LAKE.each.output
     assert isinstance(usual, LogNormal)
     output = replace(usual, median=answers * usual.median, most=answers * usual.most)
-    groups = round(episodes * scale / scenario.trainer.samples)
+    job = replace(FROZEN_LAKE_8B, batch=episodes).scaled(scale)
     return replace(
         scenario,
         name=f"{episodes} episodes, answers x {answers:g}, users x {load:g}",
-        trainer=replace(
-            scenario.trainer, groups=groups, concurrency=2 * groups * scenario.trainer.samples
-        ),
+        trainer=job.trainer(scenario.trainer.steps),
         rollouts=replace(FROZEN_LAKE, each=replace(FROZEN_LAKE.each, output=output)),
         until_s=36_000.0,
     )
