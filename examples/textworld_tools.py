@@ -13,6 +13,7 @@ Where ROSE is says the environment (`ROSE_*`, docs/trainers/environments.md).
 import json
 import multiprocessing
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,7 @@ def quest(
         mask.extend([0] * len(heard))
 
     world = textworld.start(game, INFOS)
+    began_s = time.monotonic()
     try:
         state, done, turns = world.reset(), False, 0
         hear(state.objective)
@@ -81,6 +83,7 @@ def quest(
     finally:
         world.close()
     row = {"quest": number, "reward": reward, "turns": turns, "done": bool(done)}
+    row["seconds"] = time.monotonic() - began_s
     return row | {"tokens": tokens, "logprobs": logprobs, "mask": mask}
 
 

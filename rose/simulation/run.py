@@ -27,7 +27,7 @@ from rose.simulation.engine.batching import ModelledEngine
 from rose.simulation.engine.card import GUEST, HOST, ModelledCard
 from rose.simulation.engine.guest import ModelledGuest
 from rose.simulation.engine.host import ModelledHost
-from rose.simulation.engine_specs import EngineFigures, StepWork
+from rose.simulation.engine_specs import DraftFigures, EngineFigures, StepWork
 from rose.simulation.fleet.gateway import ModelledGateway
 from rose.simulation.fleet.hybrid_pool import HYBRID, ModelledHybridPool
 from rose.simulation.fleet.node import (
@@ -169,6 +169,10 @@ class Simulation:
     def _build(self, setup: PolicySetup) -> None:
         cluster = self._scenario.cluster
         engine = cluster.dedicated.engine
+        if (made := self._options.get("drafts", 1.0)) < 1:
+            raise ConfigError(f"drafts: {made:g}; a step makes at least 1 token of a sequence")
+        if made > 1:
+            engine = replace(engine, drafts=DraftFigures(made))
         names = [f"dedicated-{index}" for index in range(cluster.dedicated.replicas)]
         self._dedicated_cards = self._plain_replicas(names, engine, up=True)
         if cluster.serving is not None:

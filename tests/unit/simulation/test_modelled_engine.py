@@ -2,9 +2,10 @@
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulation_cases import ENGINE
@@ -13,8 +14,12 @@ from rose.simulation import EngineFigures, StepWork
 from rose.simulation.clock import NS, EventQueue
 from rose.simulation.engine.batching import ModelledEngine, Sequence
 from rose.simulation.engine.card import GUEST, HOST, ModelledCard, ModelledKv
+from rose.simulation.engine_specs import DraftFigures
+from slo import StepProfile
 
 UNIT = 16
+# 10 ms, and 1 ms for each token.
+SLOPE = StepProfile(0.01, 0.001, 0.0, 0.0)
 
 
 @dataclass(eq=False)
@@ -215,6 +220,23 @@ def test_two_steps_at_once_share_their_card() -> None:
     # Half a second alone, then 0.4 s in which each is half as fast, then 0.3 s alone.
     assert ends == {"host": 0.9, "guest": 1.2}
     assert card.any_busy_ns() == round(1.2 * NS)
+
+
+def test_drafts_save_time_where_a_step_has_room_for_them() -> None:
+    def takes_s(sequences: int, drafts: DraftFigures | None = None) -> float:
+        modelled = engine(spec=replace(ENGINE, profile=SLOPE, drafts=drafts))
+        owners = [Owner(modelled.queue) for _ in range(sequences)]
+        for number, owner in enumerate(owners):
+            modelled.submit(Sequence(str(number), 1, 41, owner))
+        modelled.queue.run(60)
+        return max(owner.done_s - owner.first_s for owner in owners)
+
+    # A step of one sequence takes 11 ms, of nine tokens 19 ms; of 16 sequences 26 ms and 154 ms.
+    assert takes_s(1) == pytest.approx(40 * 0.011)
+    assert takes_s(1, DraftFigures(2.5)) == pytest.approx(40 * 0.019 / 2.5)
+    assert takes_s(1, DraftFigures(1.5)) == takes_s(1)
+    assert takes_s(16) == pytest.approx(40 * 0.026, rel=0.05)
+    assert takes_s(16, DraftFigures(2.5)) == pytest.approx(takes_s(16), rel=0.05)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 300)), max_size=40))

@@ -1,0 +1,167 @@
+"""`python -m bench.micro.tail`: a step's longest episode, by what its replica drafts.
+
+Three fleets run, each with one dedicated vLLM: without drafts, with n-gram drafts, and with suffix
+drafts of what the replica's turns wrote before (`arctic-inference`). In each round each of them
+plays the same steps, one after the other: FrozenLake of the demo with long turns, 4 groups of 8
+siblings, and the TextWorld quest of `examples/textworld_tools.py`, 16 times (the last only if
+`scripts/trainer-env environments` was run). `longest_s` and `step_s` are medians over the rounds of
+the longest episode and of all of them, `faster` the median of both over those without drafts in the
+same round, `tokens_a_step` tokens over lines of a turn's stream. Exit code 1 when the best drafts
+make the longest episode of an environment less than 1.4 times faster.
+"""
+
+import asyncio
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from bench.common.processes import ROOT
+from bench.common.report import parser_of, put_judged, reported, say
+from bench.demo.frozen_lake.models import ensure_models
+from bench.demo.frozen_lake.task import training_lake
+from bench.demo.training.rollouts import RolloutPlan, Rollouts, Trajectory, sampling
+from bench.trainers.policy import save_policy
+from bench.trainers.stack import RUN_S, TrainerStack
+from rose.client import RolloutClient
+from rose.errors import ConfigError
+
+PROG = "bench.micro.tail"
+LEAST: Final = 1.4
+PLAIN = "none"
+DRAFTS: Final[dict[str, dict[str, object]]] = {
+    PLAIN: {},
+    "n-gram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
+}
+GROUPS, SIBLINGS, QUESTS = 4, 8, 16
+# A replica of few parameters is slow to warm up where a CPU has no bfloat16.
+WARM_UP_S = 300.0
+
+Round = dict[str, float]
+"""longest_s, step_s, tokens and seconds of one step."""
+
+
+def lakes(stack: TrainerStack, seed: int) -> Round:
+    """Play one step of FrozenLake."""
+
+    async def play() -> list[Trajectory]:
+        async with RolloutClient(stack.gateway, job=stack.job) as client:
+            streams = GROUPS * SIBLINGS
+            how = sampling(long_turns=True)
+            plan = RolloutPlan(
+                1, GROUPS, SIBLINGS, streams, 0, how, lambda group: training_lake(seed, group)
+            )
+            rollouts = Rollouts(client, plan)
+            await rollouts.run()
+            return await rollouts.batch(0)
+
+    began_s = time.monotonic()
+    played = asyncio.run(play())
+    return {
+        "longest_s": max(one.end_s - one.start_s for one in played),
+        "step_s": time.monotonic() - began_s,
+        "tokens": float(sum(len(one.positions()) for one in played)),
+    }
+
+
+def quests(python: Path, game: Path, stack: TrainerStack, seed: int) -> Round:
+    """Play one step of TextWorld, by the example. Raises ConfigError if it fails."""
+    path = stack.folder / f"quests-{seed}.jsonl"
+    example = [str(python), str(ROOT / "examples/textworld_tools.py"), str(game), str(path)]
+    began_s = time.monotonic()
+    done = subprocess.run(  # noqa: S603 - an example of this repository
+        [*example, str(QUESTS)],
+        env={**stack.environ(), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    if done.returncode:
+        raise ConfigError(f"{example[1]} ended with {done.returncode}: {done.stderr[-2_000:]}")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return {
+        "longest_s": max(row["seconds"] for row in rows),
+        "step_s": time.monotonic() - began_s,
+        "tokens": float(sum(sum(row["mask"]) for row in rows)),
+    }
+
+
+def measure(
+    folder: Path,
+    model: Path,
+    max_model_len: int,
+    step: Callable[[TrainerStack, int], Round],
+    rounds: int,
+) -> dict[str, dict[str, float]]:
+    """Return the figures of each kind of drafts: `rounds` steps after one that warms up."""
+    have = {
+        name: drafts
+        for name, drafts in DRAFTS.items()
+        if name != "suffix" or importlib.util.find_spec("arctic_inference")
+    }
+    found: dict[str, list[Round]] = {name: [] for name in have}
+    with ExitStack() as fleets:
+        stacks = {}
+        for name, drafts in have.items():
+            option = [f"--speculative-config={json.dumps(drafts)}"] if drafts else []
+            replica: Mapping[str, object] = {"engine_args": option, "warm_up_s": WARM_UP_S}
+            stacks[name] = fleets.enter_context(
+                TrainerStack(folder / name, model, max_model_len=max_model_len, replica=replica)
+            )
+        for stack in stacks.values():
+            stack.wait_ready(2 * WARM_UP_S)
+        for seed in range(rounds + 1):
+            for name, stack in stacks.items():
+                found[name].append(step(stack, seed))
+                say(PROG, f"{name}, round {seed}: {found[name][-1]}")
+    rows = {}
+    for name, (_, *played) in found.items():
+        keys = ("longest_s", "step_s")
+        row = {key: median(each[key] for each in played) for key in ("tokens", *keys)}
+        for key in keys:
+            pairs = zip(found[PLAIN][1:], played, strict=True)
+            row[f"{key}_faster"] = median(plain[key] / each[key] for plain, each in pairs)
+        rows[name] = row
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser_of(__doc__, PROG, rounds=5).parse_args(argv)
+
+    def work() -> int:
+        found = {}
+        with tempfile.TemporaryDirectory(prefix="rose-tail-") as name:
+            folder = Path(name)
+            policy = ensure_models(ROOT / "out/models", True, lambda *_: None).policy_dir
+            found["FrozenLake"] = measure(folder / "lakes", policy, 512, lakes, args.rounds)
+            python = ROOT / ".venv-environments/bin/python"
+            if python.exists():
+                game = folder / "quest.z8"
+                make = [str(python.parent / "tw-make"), "tw-simple", "--rewards", "dense"]
+                make += ["--goal", "detailed", "--seed", "7", "--output", str(game)]
+                subprocess.run(make, check=True, timeout=RUN_S, capture_output=True)  # noqa: S603
+                policy = save_policy(folder / "policy")
+                found["TextWorld"] = measure(
+                    folder / "quests",
+                    policy,
+                    2_048,
+                    lambda stack, seed: quests(python, game, stack, seed),
+                    args.rounds,
+                )
+        best = [max(row["longest_s_faster"] for row in rows.values()) for rows in found.values()]
+        return put_judged({"environments": found}, args.out, good=min(best) >= LEAST)
+
+    return reported(PROG, work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
