@@ -133,6 +133,8 @@ class StalenessAdmission:
         # Groups that are neither kept nor spare, by when they began: the line behind the kept ones.
         self._line: list[int] = []
         self._began = self._kept = self._ready = self._training = 0
+        # Groups of the present step that were taken before its last part.
+        self.taken = 0
 
     @property
     def capacity(self) -> int:
@@ -218,34 +220,40 @@ class StalenessAdmission:
         if version < self.published:
             raise ValueError(f"version {version} is older than {self.published}; versions grow")
         if version > self.published:
-            self.published, self._training = version, 0
+            self.published, self._training, self.taken = version, 0, 0
         old = tuple(name for name, entry in self._groups.items() if not self._in_time(entry))
         for name in old:
             self._remove(name)
         return old
 
-    def take(self, *, rest: bool = False) -> tuple[TakenGroup, ...]:
+    def take(self, *, rest: bool = False, part: bool = False) -> tuple[TakenGroup, ...]:
         """Remove and return a step's groups: kept ones, then the oldest; () while it must wait.
 
-        rest: no group runs or will start, so that a smaller step is returned too.
+        rest: no group runs or will start, so that a smaller step is returned too. part: those that
+        are ready are returned, and the others of the step by later calls. `taken` is 0 once the
+        step is complete.
         """
-        self._training = 0
-        if not rest and self._ready < self._groups_per_step:
+        if not self.taken:
+            self._training = 0
+        left = self._groups_per_step - self.taken
+        if self._ready < left and not (rest or part):
             return ()
         ready = sorted(
             (not entry.kept, self._oldest(entry), place, name)
             for place, (name, entry) in enumerate(self._groups.items())
             if entry.ready
         )
-        names = [name for _, _, _, name in ready[: self._groups_per_step]]
+        names = [name for _, _, _, name in ready[:left]]
         if not rest and self._must_wait(names):
-            return ()
-        taken = tuple(TakenGroup(name, self._groups[name].age.oldest) for name in names)
+            running = sum(entry.kept and not entry.ready for entry in self._groups.values())
+            names = names[: max(0, left - running)] if part else []
+        groups = tuple(TakenGroup(name, self._groups[name].age.oldest) for name in names)
         for name in names:
             assert self._in_time(self._groups[name]), f"group {name} is too old to be trained on"
             self._remove(name)
-        self._training = len(taken)
-        return taken
+        self._training += len(groups)
+        self.taken = 0 if rest or len(groups) == left else self.taken + len(groups)
+        return groups
 
     def _remove(self, group: int) -> None:
         entry = self._groups.pop(group)

@@ -371,13 +371,14 @@ class DroppedGroup(Generic[P]):
 class TrainingStep(Generic[P, T]):
     """Groups to train on from policy `version`; all their tokens are recent enough for it.
 
-    dropped: prompts given up since the last step. Fewer groups than planned, or none, mean that the
-    prompts are used up.
+    dropped: prompts given up since the last one. last: False if more of the step's groups follow.
+    Fewer groups than planned, or none, mean that the prompts are used up.
     """
 
     version: int
     groups: tuple[TrainingGroup[P, T], ...]
     dropped: tuple[DroppedGroup[P], ...]
+    last: bool = True
 
 
 @dataclass(slots=True)
@@ -570,16 +571,21 @@ class RolloutBuffer(Generic[P, T]):
             self._age_out(prompt)
         self._fill()
 
-    def take(self) -> TrainingStep[P, T] | None:
-        """Return the next training step, None while it is not complete or when all are returned."""
+    def take(self, *, part: bool = False) -> TrainingStep[P, T] | None:
+        """Return the next training step, None while it is not complete or when all are returned.
+
+        part: return those of its groups that are complete, and the others by later calls.
+        """
+        begun = self._admission.taken
         rest = self._ended and not self._line.waiting and len(self._groups) == self._admission.ready
-        taken = self._admission.take(rest=rest)
-        if not taken and not (rest and self._dropped):
+        taken = self._admission.take(rest=rest, part=part)
+        if not taken and not (rest and (self._dropped or begun)):
             # A caller that asks for a step has no other one under way: that is room.
             self._fill()
             return None
         groups = tuple(self._trained(group) for group in taken)
-        step = TrainingStep(self.version, groups, tuple(self._dropped))
+        last = not self._admission.taken
+        step = TrainingStep(self.version, groups, tuple(self._dropped), last)
         self._dropped, self._unseen = [], 0
         self._fill()
         return step

@@ -235,18 +235,19 @@ class RolloutPipeline(Generic[P, T]):
         await asyncio.gather(*ending, return_exceptions=True)
         await asyncio.gather(*self._finishing, return_exceptions=True)
 
-    async def take(self) -> TrainingStep[P, T] | None:
+    async def take(self, *, part: bool = False) -> TrainingStep[P, T] | None:
         """Wait for the next training step and return it; None when no prompts are left.
 
         The step must be trained from policy version `step.version`, before a newer one is
-        published. Raises GroupsDropped if a whole step's worth of groups failed meanwhile (the next
+        published. part: wait for any of its groups, and return those that are complete; the rest
+        follows by later calls until `step.last`. Raises GroupsDropped if a whole step's worth of groups failed meanwhile (the next
         step has them: call again to continue), ClientClosed outside the block, and at the end the
         error that `prompts` raised.
         """
         while True:
             if not self._open:
                 raise ClientClosed("use `async with RolloutPipeline(...)`: it is not open now")
-            step = self._buffer.take()
+            step = self._buffer.take(part=part)
             trouble = None if step is not None else self._buffer.trouble()
             self._act()
             if step is not None:
@@ -388,12 +389,12 @@ class BlockingRolloutPipeline(Generic[P, T]):
         if loop is not None and loop.alive:
             loop.call(self._pipeline.__aexit__(None, None, None))
 
-    def take(self) -> TrainingStep[P, T] | None:
+    def take(self, *, part: bool = False) -> TrainingStep[P, T] | None:
         """Wait for the next training step and return it; None when no prompts are left.
 
-        See `RolloutPipeline.take` for the errors.
+        See `RolloutPipeline.take` for parts of a step, and for the errors.
         """
-        return self._opened().call(self._pipeline.take())
+        return self._opened().call(self._pipeline.take(part=part))
 
     def __iter__(self) -> Iterator[TrainingStep[P, T]]:
         while (step := self.take()) is not None:

@@ -118,6 +118,7 @@ SETTINGS = (
     "host_share",
     "hedges",
     "tail_batching",
+    "parts",
     "drafts",
     "instance_s",
 )

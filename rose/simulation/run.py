@@ -141,9 +141,12 @@ class Simulation:
             queue, setup.leasing(), cluster.links.latency_s, self.gateway.set_table
         )
         self._transfer = ModelledTransfer(queue, cluster.links, scenario.trainer.weight_bytes)
-        tail = options.get("tail_batching", scenario.trainer.tail_batching) > 0
+        trainer = scenario.trainer
+        tail = options.get("tail_batching", trainer.tail_batching) > 0
+        parts = options.get("parts", trainer.parts) > 0
+        parts = parts and not trainer.filters and setup.hybrid is Hybrid.NEVER
         self.trainer = ModelledTrainer(
-            replace(scenario.trainer, tail_batching=tail),
+            replace(trainer, tail_batching=tail, parts=parts),
             scenario.rollouts,
             asked.seed,
             loop,

@@ -136,6 +136,8 @@ class TrainerSpec:
     groups, samples: a step trains on so many prompts with so many trajectories each.
     max_staleness: versions that a token may be behind (0: synchronous). over_sampling: share of
     prompts started beyond the need (DAPO). tail_batching: short and long rounds (RollPacker).
+    parts: groups are trained on as they are complete, while others of the step roll out; not where
+    groups are dropped, or training cards roll out.
     train_s: seconds of a step without tokens; train_s_per_token: seconds per token of a batch, on
     all training cards together. weight_bytes: of the policy; delta_share: of them that a version
     sends. publish_s: until a version is durable, besides sending it. max_turn_tokens: the most that
@@ -151,6 +153,7 @@ class TrainerSpec:
     concurrency: Count = 1_024
     over_sampling: NotNegative = 0.0
     tail_batching: Annotated[bool, Field(strict=True)] = False
+    parts: Annotated[bool, Field(strict=True)] = False
     train_s: NotNegative = 1.0
     delta_share: Annotated[float, Field(strict=True, gt=0, le=1)] = 0.05
     publish_s: NotNegative = 0.5

@@ -163,11 +163,11 @@ def longest_alone_s(scenario: Scenario, seed: int, number: int) -> float:
     """Return the seconds that the longest episode of step `number`'s batch takes alone on an
     engine.
 
-    0 for a trainer that need not wait for all of a batch: asynchronous, over-sampling, or with
-    rounds for the tail.
+    0 for a trainer that need not wait for all of a batch: asynchronous, over-sampling, with rounds
+    for the tail, or one that takes parts.
     """
     trainer = scenario.trainer
-    if trainer.filters or trainer.max_staleness or trainer.tail_batching:
+    if trainer.filters or trainer.max_staleness or trainer.tail_batching or trainer.parts:
         return 0.0
     first = number * trainer.groups
     return max(

@@ -2,6 +2,7 @@
 
     take (waits for a batch) ──► train ──► publish ──► the version travels ──► take …
                        rollout_s      train_s        sync_s
+    with parts: take and train go on until the last part; train_s is what follows the rollouts
 
 Which prompts start, which are void and when a batch is complete is production's `RolloutBuffer`
 (staleness admission, tail batching); turns go through the gateway. A DAPO-like trainer starts more
@@ -82,6 +83,7 @@ class ModelledTrainer:
         self._version = 0
         self._training_since_s: float | None = None
         self._trained_s = 0.0
+        self._finished_s = 0.0
         self.failed = 0
         self.steps: list[StepResult] = []
         self.trajectory_s = array("d")
@@ -124,17 +126,19 @@ class ModelledTrainer:
                 await self._publish(number)
             synced_s = self._queue.now_s
             self.on_phase(True)
-            episodes, version = await self._batch()
-            lag_s = self.on_phase(False)
-            if lag_s:
-                await asyncio.sleep(lag_s)
-            batched_s = self._queue.now_s
-            tokens = sum(each.trajectory.total_tokens for each in episodes)
-            train_s = spec.seconds(tokens)
-            self._training_since_s = batched_s
-            await asyncio.sleep(train_s)
-            self._training_since_s = None
-            self._trained_s += train_s
+            episodes: list[PlayedEpisode] = []
+            last, tokens = False, 0
+            while not last:
+                taken, version, last = await self._take()
+                lag_s = self.on_phase(False) if last else 0.0
+                if lag_s:
+                    await asyncio.sleep(lag_s)
+                batched_s = self._finished_s if spec.parts else self._queue.now_s
+                new = sum(each.trajectory.total_tokens for each in taken)
+                # What a step costs without tokens comes once, with its update.
+                await self._train_for(spec.train_s_per_token * new + last * spec.train_s)
+                tokens += new
+                episodes += taken
             ended_s = self._queue.now_s
             self.steps.append(
                 StepResult(
@@ -169,14 +173,20 @@ class ModelledTrainer:
         if spec.max_staleness == 0:
             await self._first_active.wait()
 
-    async def _batch(self) -> tuple[list[PlayedEpisode], int]:
-        """Return a step's episodes and the buffer's version of it; a DAPO-like trainer drops groups
-        of equal scores and takes more.
+    async def _train_for(self, seconds: float) -> None:
+        self._training_since_s = self._queue.now_s
+        await asyncio.sleep(seconds)
+        self._training_since_s = None
+        self._trained_s += seconds
+
+    async def _take(self) -> tuple[list[PlayedEpisode], int, bool]:
+        """Return a step's episodes or a part of them, the buffer's version of it, and whether they
+        are its last; a DAPO-like trainer drops groups of equal scores and takes more.
         """
         spec = self._spec
         groups: list[tuple[PlayedEpisode, ...]] = []
         while True:
-            step = self._buffer.take()
+            step = self._buffer.take(part=spec.parts)
             self._act()
             if step is None:
                 self._news.clear()
@@ -190,7 +200,7 @@ class ModelledTrainer:
                 groups.append(group.samples)
             if len(groups) >= spec.groups or not spec.filters:
                 kept = groups[: spec.groups] if spec.filters else groups
-                return [each for group in kept for each in group], step.version
+                return [each for group in kept for each in group], step.version, step.last
 
     # ---- episodes; after `rose.client.pipeline` ----
 
@@ -222,6 +232,7 @@ class ModelledTrainer:
             self.failed += isinstance(error, TurnError)
             self._buffer.failed(run, error)
         else:
+            self._finished_s = self._queue.now_s
             self._buffer.finished(run, task.result())
         self._act()
 

@@ -54,6 +54,30 @@ def test_steps_are_a_plain_loop(gateway: StandInGateway, tail: TailPlan | None) 
         pipeline.take()
 
 
+def test_groups_are_taken_while_the_slowest_of_their_step_runs(gateway: StandInGateway) -> None:
+    told = threading.Event()
+
+    async def playing(session: Session, prompt: int, sample: int) -> tuple[int, ...]:
+        while prompt % 2 and not told.is_set():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        return await episode(session, prompt, sample)
+
+    plan = StepPlan(2, 2, StalenessBound(0))
+    found = []
+    with (
+        BlockingRolloutClient(gateway.url) as client,
+        BlockingRolloutPipeline(client, playing, range(4), plan) as pipeline,
+    ):
+        while (part := pipeline.take(part=True)) is not None:
+            found.append((part.version, [group.prompt for group in part.groups], part.last))
+            told.set()
+            if part.last:
+                told.clear()
+                gateway.version = part.version + 1
+                pipeline.publish(part.version + 1)
+    assert found == [(0, [0], False), (0, [1], True), (1, [2], False), (1, [3], True)]
+
+
 def test_prompts_that_break_off_are_trained_on_as_far_as_they_came(gateway: StandInGateway) -> None:
     def prompts() -> Iterator[int]:
         yield from range(3)

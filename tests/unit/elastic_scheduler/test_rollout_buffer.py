@@ -49,8 +49,10 @@ EVENTS = st.lists(
 class Driver:
     """Carries out what the buffer decides, and keeps books of its own beside it."""
 
-    def __init__(self, plan: StepPlan, prompts: int) -> None:
-        self.plan, self.left = plan, prompts
+    def __init__(self, plan: StepPlan, prompts: int, *, parts: bool = False) -> None:
+        self.plan, self.left, self.parts = plan, prompts, parts
+        # Groups of the step so far, which came in parts.
+        self.part = 0
         self.feed = RolloutBuffer[int, SampleRun](plan)
         self.running: list[SampleRun] = []
         self.cancelled: set[SampleRun] = set()
@@ -123,7 +125,7 @@ class Driver:
         self.feed.failed(run, RuntimeError(run.name))
 
     def take(self) -> bool:
-        step = self.feed.take()
+        step = self.feed.take(part=self.parts)
         if step is not None:
             self._look_at(step)
         taken = step is not None or self.feed.trouble() is not None
@@ -132,7 +134,13 @@ class Driver:
 
     def _look_at(self, step: TrainingStep[int, SampleRun]) -> None:
         assert step.version == self.feed.version
-        assert len(step.groups) == self.plan.groups or self.left < 0
+        self.part += len(step.groups)
+        if step.last:
+            assert self.part == self.plan.groups or self.left < 0
+            self.part = 0
+        else:
+            assert self.parts
+            assert 0 < len(step.groups) <= self.part < self.plan.groups
         for group in step.groups:
             assert len(group.samples) == self.plan.samples
             assert len({run.sample for run in group.samples}) == self.plan.samples
@@ -147,14 +155,15 @@ class Driver:
 
     def publish(self, by: int) -> None:
         self.feed.publish(self.feed.version + by)
+        self.part *= by == 0
 
 
 @settings(max_examples=times(3))
-@given(PLANS, st.integers(0, 25), EVENTS)
+@given(PLANS, st.integers(0, 25), EVENTS, st.booleans())
 def test_whatever_happens_steps_are_in_time_and_each_prompt_comes_out_once(
-    plan: StepPlan, prompts: int, script: list[tuple[str, int, int]]
+    plan: StepPlan, prompts: int, script: list[tuple[str, int, int]], parts: bool
 ) -> None:
-    driver = Driver(plan, prompts)
+    driver = Driver(plan, prompts, parts=parts)
     for what, pick, number in script:
         if what == "take":
             driver.take()
@@ -191,6 +200,41 @@ def test_whatever_happens_steps_are_in_time_and_each_prompt_comes_out_once(
 
 
 PLAIN = StepPlan(groups=2, samples=2, bound=StalenessBound(1), concurrency=100)
+
+
+def test_the_groups_of_a_step_come_as_they_are_complete() -> None:
+    driver = Driver(replace(PLAIN, bound=StalenessBound(0)), 3, parts=True)
+    feed = driver.feed
+    assert feed.take(part=True) is None
+    _played(driver, 1)
+    assert feed.take() is None, "a whole step waits for both"
+    for prompt, last in ((1, False), (0, True)):
+        if last:
+            assert feed.take(part=True) is None
+            _played(driver, prompt)
+        step = feed.take(part=True)
+        assert step is not None
+        assert ([group.prompt for group in step.groups], step.last) == ([prompt], last)
+    assert not driver.running, "the third one would be a version too old"
+    feed.publish(1)
+    driver.settle()
+    _played(driver, 2)
+    step = feed.take(part=True)
+    assert step is not None
+    assert (len(step.groups), step.last, feed.exhausted) == (1, True, True)
+
+
+def test_a_step_whose_last_group_is_dropped_ends_with_an_empty_part() -> None:
+    driver = Driver(replace(PLAIN, bound=StalenessBound(0), retries=0), 2, parts=True)
+    _played(driver, 0)
+    step = driver.feed.take(part=True)
+    assert step is not None
+    assert not step.last
+    for run in [run for run in driver.running if run.prompt == 1]:
+        driver.fail(run, 0)
+    step = driver.feed.take(part=True)
+    assert step is not None
+    assert (step.groups, len(step.dropped), step.last) == ((), 1, True)
 
 
 def _played(driver: Driver, prompt: int) -> None:
@@ -316,8 +360,8 @@ STEP_EVENTS = st.tuples(
 class Run:
     """A trainer's own books beside the admission under test."""
 
-    def __init__(self, allowed: int, per_step: int) -> None:
-        self.job = StalenessAdmission(StalenessBound(allowed), per_step)
+    def __init__(self, allowed: int, per_step: int, *, parts: bool) -> None:
+        self.job, self.parts = StalenessAdmission(StalenessBound(allowed), per_step), parts
         self.allowed, self.per_step = allowed, per_step
         self.came: dict[int, dict[int, list[int]]] = {}
         self.turns: dict[int, dict[int, int]] = {}
@@ -395,9 +439,13 @@ class Run:
             self._lost(group)
 
     def train(self, pick: int, behind: int) -> None:
-        taken = self.job.take()
-        assert len(taken) in (0, self.per_step)
-        self.training = len(taken)
+        before = self.job.taken
+        taken = self.job.take(part=self.parts)
+        if self.parts:
+            assert self.job.taken in (0, before + len(taken))
+        else:
+            assert len(taken) in (0, self.per_step)
+        self.training = len(taken) + (self.training if before else 0)
         for each in taken:
             assert each.number in self.ready - self.trained
             self.trained.add(each.number)
@@ -426,11 +474,11 @@ class Run:
 
 
 @settings(max_examples=times(3))
-@given(st.integers(0, 3), st.integers(1, 3), st.lists(STEP_EVENTS, max_size=120))
+@given(st.integers(0, 3), st.integers(1, 3), st.lists(STEP_EVENTS, max_size=120), st.booleans())
 def test_no_sample_beyond_the_bound_is_ever_trained_on(
-    allowed: int, per_step: int, script: list[tuple[str, int, int]]
+    allowed: int, per_step: int, script: list[tuple[str, int, int]], parts: bool
 ) -> None:
-    run = Run(allowed, per_step)
+    run = Run(allowed, per_step, parts=parts)
     for what, pick, behind in script:
         getattr(run, what)(pick, behind)
         run.check()
@@ -460,8 +508,8 @@ def test_a_job_that_keeps_up_never_ages_out(allowed: int, per_step: int, steps: 
 class KeepingUp:
     """Each step publishes one version; turns bring the oldest tokens that they may, or none."""
 
-    def __init__(self, allowed: int, per_step: int) -> None:
-        self.job = StalenessAdmission(StalenessBound(allowed), per_step)
+    def __init__(self, allowed: int, per_step: int, *, parts: bool) -> None:
+        self.job, self.parts = StalenessAdmission(StalenessBound(allowed), per_step), parts
         self.kept: dict[int, bool] = {}
         self.sent: dict[int, list[TurnTicket]] = {}
         self.training = False
@@ -475,7 +523,7 @@ class KeepingUp:
 
     def trainer(self) -> None:
         if not self.training:
-            self.training = bool(self.job.take())
+            self.training = bool(self.job.take(part=self.parts)) and not self.job.taken
             return
         self.training = False
         for name in self.job.publish(self.job.published + 1):
@@ -515,11 +563,12 @@ class KeepingUp:
         ),
         max_size=200,
     ),
+    st.booleans(),
 )
 def test_steps_wait_for_kept_groups_so_that_none_of_them_ages_out(
-    allowed: int, per_step: int, script: list[tuple[str, int]]
+    allowed: int, per_step: int, script: list[tuple[str, int]], parts: bool
 ) -> None:
-    run = KeepingUp(allowed, per_step)
+    run = KeepingUp(allowed, per_step, parts=parts)
     for what, pick in script:
         run.step(what, pick)
     # And they do not wait for ever: once all that runs is ready, steps leave.
@@ -544,6 +593,22 @@ def test_a_step_waits_for_a_kept_group_whose_turns_may_bring_its_oldest_tokens_y
     job.end_turn(1, second.number)
     job.finish(1)
     assert [taken.number for taken in job.take()] == [1]
+
+
+def test_parts_of_a_step_leave_room_for_a_kept_group_that_it_waits_for() -> None:
+    job = StalenessAdmission(StalenessBound(1), groups_per_step=2)
+    job.start(1, kept=True)
+    turn = job.begin_turn(1, 0)
+    job.publish(1)
+    assert job.stamp(1, turn.number, 0)
+    job.end_turn(1, turn.number)
+    for other in (2, 3):
+        job.start(other)
+        job.finish(other)
+    assert [[each.number for each in job.take(part=True)] for _ in range(2)] == [[2], []]
+    job.finish(1)
+    assert [each.number for each in job.take(part=True)] == [1]
+    assert job.taken == 0
 
 
 def test_what_starts_while_a_step_is_trained_on_is_trained_on_after_it() -> None:

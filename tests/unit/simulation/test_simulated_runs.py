@@ -103,6 +103,7 @@ def test_no_policy_is_done_before_its_longest_episode_alone(
         {"algorithm": Algorithm.DAPO, "over_sampling": 1.0},
         {"max_staleness": 1},
         {"tail_batching": True},
+        {"parts": True},
     ):
         assert longest_alone_s(small(**changes), 0, 0) == 0
 
@@ -210,17 +211,31 @@ def test_rounds_of_the_tail_train_whole_batches_under_every_policy() -> None:
     assert min(tails.counts["buffer_deferred"], result.counts["buffer_deferred"]) > 0
 
 
+def test_a_trainer_that_takes_parts_trains_while_the_slowest_groups_roll_out() -> None:
+    whole, parts = (
+        run(small(parts=parts, train_s_per_token=2e-3), "rose") for parts in (False, True)
+    )
+    for before, step in zip(whole.steps, parts.steps, strict=True):
+        assert step.total_tokens == before.total_tokens
+        assert 0 < step.train_s < 0.9 * before.train_s
+    # Cards that train cannot roll out, nor a batch be trained on from which groups are dropped.
+    dapo = {"algorithm": Algorithm.DAPO, "over_sampling": 1.0}
+    for policy, other in (("libra", {}), ("rose", dapo)):
+        same = [run(small(steps=1, parts=parts, **other), policy).steps for parts in (False, True)]
+        assert same[0] == same[1]
+
+
 def test_a_dapo_trainer_drops_groups_that_teach_nothing() -> None:
     trained: list[RolloutEpisode] = []
-    batch = ModelledTrainer._batch
+    take = ModelledTrainer._take
 
-    async def noted(self: ModelledTrainer) -> tuple[list[PlayedEpisode], int]:
-        episodes, version = await batch(self)
+    async def noted(self: ModelledTrainer) -> tuple[list[PlayedEpisode], int, bool]:
+        episodes, version, last = await take(self)
         trained.extend(each.trajectory for each in episodes)
-        return episodes, version
+        return episodes, version, last
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelledTrainer, "_batch", noted)
+        patch.setattr(ModelledTrainer, "_take", noted)
         result = run(small(algorithm=Algorithm.DAPO, over_sampling=1.0), "fixed")
     assert result.counts["groups_filtered"] > 0
     assert all(step.trajectories == 8 for step in result.steps)
