@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from bench.common.processes import ROOT
 from bench.common.report import parser_of, put_judged, reported, say

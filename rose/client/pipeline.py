@@ -240,9 +240,9 @@ class RolloutPipeline(Generic[P, T]):
 
         The step must be trained from policy version `step.version`, before a newer one is
         published. part: wait for any of its groups, and return those that are complete; the rest
-        follows by later calls until `step.last`. Raises GroupsDropped if a whole step's worth of groups failed meanwhile (the next
-        step has them: call again to continue), ClientClosed outside the block, and at the end the
-        error that `prompts` raised.
+        follows by later calls until `step.last`. Raises GroupsDropped if a whole step's worth of
+        groups failed meanwhile (the next step has them: call again to continue), ClientClosed
+        outside the block, and at the end the error that `prompts` raised.
         """
         while True:
             if not self._open:
