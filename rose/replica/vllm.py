@@ -25,6 +25,7 @@ common base nor errors with an HTTP status.
 import asyncio
 import weakref
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, Self
 from weakref import WeakKeyDictionary
@@ -315,10 +316,9 @@ class VllmRequest(StampedRequest):
     def _chunks(self, completion: Any) -> list[StreamLine]:  # noqa: ANN401 - vLLM's CompletionOutput
         tokens, logprobs = completion.token_ids, _sampled_logprobs(completion.logprobs)
         so_far = self.tokens + len(tokens)
-        repeated = len(tokens) if self._most else so_far
-        if completion.finish_reason is not None and len(logprobs) == len(tokens) + repeated:
-            # 0.25 repeats all logprobs that it keeps of a request in a last output that has no
-            # token of its own.
+        if completion.finish_reason is not None and len(logprobs) == len(tokens) + so_far:
+            # vLLM before 0.29 repeats a request's logprobs in a last output that has no token of
+            # its own.
             logprobs = logprobs[: len(tokens)]
         if len(logprobs) != len(tokens):
             raise EngineGenerateError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
@@ -356,7 +356,7 @@ class VllmRequest(StampedRequest):
         """Return the most likely tokens at each of `count` new tokens, and drop them in vLLM, which
         would keep 20 KB of objects for each token until the request ends.
         """
-        processor = None if self._state is None else self._state.logprobs_processor
+        processor = self._state.logprobs_processor if self._state and _can_drop_all() else None
         if processor is not None and len(processor.logprobs) >= count:
             processor.logprobs = processor.logprobs[count:]
         pack = top_rows(self._most).pack
@@ -522,6 +522,18 @@ def _sampled_logprobs(flat: Any) -> list[float]:  # noqa: ANN401 - vLLM's FlatLo
     if len(values) == len(flat.start_indices):
         return values
     return [values[start] for start in flat.start_indices]
+
+
+@cache
+def _can_drop_all() -> bool:
+    """Return True if vLLM may keep no logprobs of a request that runs; before 0.29 it fails."""
+    from vllm.logprobs import FlatLogprobs
+
+    try:
+        FlatLogprobs()[:0]
+    except IndexError:
+        return False
+    return True
 
 
 def ends_of(engine: Any) -> tuple[int, ...]:  # noqa: ANN401 - AsyncLLM
