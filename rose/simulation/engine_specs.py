@@ -94,16 +94,21 @@ class EngineFigures:
         return self.kv_tokens * self.kv_bytes_per_token
 
     def seconds(self, work: StepWork) -> float:
-        """Return the seconds that a step takes alone on the engine's cards; 0 without tokens.
-
-        With drafts, those that each token of a decode step takes.
+        """Return the seconds that a step takes alone on the engine's cards, without drafts; 0
+        without tokens.
         """
-        seconds, drafts = self.profile.seconds, self.drafts
-        usual = seconds(work.tokens, work.sequences, work.context_tokens)
+        return self.profile.seconds(work.tokens, work.sequences, work.context_tokens)
+
+    def decode(self, work: StepWork) -> tuple[float, float]:
+        """Return the seconds of a step, and the tokens that each decoding sequence gets in it on
+        the average: more than 1 where drafts are faster, which no step with prefill has.
+        """
+        usual_s, drafts = self.seconds(work), self.drafts
         if drafts is None or work.prefill_tokens:
-            return usual
+            return usual_s, 1.0
         tokens = work.tokens * (1 + drafts.verified)
-        return min(usual, seconds(tokens, work.sequences, work.context_tokens) / drafts.made)
+        seconds = self.profile.seconds(tokens, work.sequences, work.context_tokens)
+        return (seconds, drafts.made) if seconds < usual_s * drafts.made else (usual_s, 1.0)
 
 
 @cache

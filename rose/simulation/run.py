@@ -171,11 +171,7 @@ class Simulation:
 
     def _build(self, setup: PolicySetup) -> None:
         cluster = self._scenario.cluster
-        engine = cluster.dedicated.engine
-        if (made := self._options.get("drafts", 1.0)) < 1:
-            raise ConfigError(f"drafts: {made:g}; a step makes at least 1 token of a sequence")
-        if made > 1:
-            engine = replace(engine, drafts=DraftFigures(made))
+        engine = self._drafting(cluster.dedicated.engine)
         names = [f"dedicated-{index}" for index in range(cluster.dedicated.replicas)]
         self._dedicated_cards = self._plain_replicas(names, engine, up=True)
         if cluster.serving is not None:
@@ -207,6 +203,13 @@ class Simulation:
                 self.nodes.append(node)
             yield node
 
+    def _drafting(self, engine: EngineFigures) -> EngineFigures:
+        """Return the engine of a replica with the drafts of option `drafts`, if it is given."""
+        made = self._options.get("drafts", 1.0)
+        if made < 1:
+            raise ConfigError(f"drafts: {made:g}; a step makes at least 1 token of a sequence")
+        return replace(engine, drafts=DraftFigures(made)) if made > 1 else engine
+
     def _engine(self, name: str, spec: EngineFigures, card: ModelledCard) -> ModelledEngine:
         return ModelledEngine(name, spec, self.queue, card, GUEST, UNIT_TOKENS, leaps=True)
 
@@ -225,7 +228,8 @@ class Simulation:
     def _build_serving(self, pool: HostPool) -> None:
         book = self._book = LatencyBook(pool.slo, self._scenario.slice_s)
         borrows = self._setup.borrows
-        guest = pool.guest if borrows is Borrows.GUESTS else None
+        lent = pool.guest and replace(pool.guest, engine=self._drafting(pool.guest.engine))
+        guest = lent if borrows is Borrows.GUESTS else None
         headroom = self._options.get("kv_headroom", guest.kv_headroom if guest else 0.2)
         reserve = min(1.0, max(LEAST_RESERVE, headroom))
         lending = LendingLimits(reserve=reserve) if guest is not None else None
@@ -237,8 +241,8 @@ class Simulation:
             self.hosts.append(host)
             if guest is not None:
                 self._add_guest(node, host, card, guest)
-            elif borrows is Borrows.CARDS and pool.guest is not None:
-                self._add_instance(node, index, card, pool.guest.engine)
+            elif borrows is Borrows.CARDS and lent is not None:
+                self._add_instance(node, index, card, lent.engine)
         traffic = self._scenario.traffic
         requests = traffic.requests(self._seed) if traffic is not None else iter(())
         users = self._users = ModelledUsers(self.queue, self.hosts, requests)

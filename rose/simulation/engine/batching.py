@@ -4,13 +4,13 @@
                   ▲                                                  │ no KV for one more unit
                   └────────── preempted: computed again ─────────────┘
 
-A step has one token of every decoding sequence, then prompt tokens up to its bound; running
-sequences go before waiting ones, the last admitted is preempted first.
+A step has one token of every decoding sequence, or several with drafts, then prompt tokens up to
+its bound; running sequences go before waiting ones, the last admitted is preempted first.
 
-The cost of simulating a step does not grow with the sequences in it. All decoding sequences get a
-token in the same step, so one counter of decode steps stands for all of them, and a heap holds the
-counts at which a sequence ends or needs more KV. A sequence that a step leaves out lags one count
-behind.
+The cost of simulating a step does not grow with the sequences in it. All decoding sequences get as
+many tokens in the same step, so one counter of those stands for all of them, and a heap holds the
+counts at which a sequence ends or needs more KV. A sequence that a step leaves out lags behind by
+its tokens. With drafts that number is the average, rounded so that no fraction is lost.
 
 An engine that has its card alone takes all steps up to the next such count as one event (`leaps`).
 Each step has its own time: a question or a request in between finds the engine in its present
@@ -96,16 +96,19 @@ class _Step:
     """Step that is running. chunks: prompt tokens of each sequence. count: decoding sequences in
     it. left_out: those not in it.
 
-    lost: sequences of `count` that ended while it ran. ends_ns: end of each step of a leap. passed:
-    number of those steps that are over and counted.
+    made: tokens of each sequence of `count`, in a leap those up to its last step. lost: sequences of
+    `count` that ended while it ran. ends_ns: end of each step of a leap. tokens: those of a sequence
+    up to the end of each. passed: number of those steps that are over and counted.
     """
 
     chunks: list[tuple[Sequence, int]]
     count: int
     left_out: tuple[Sequence, ...]
     work: StepWork
+    made: int = 1
     lost: int = 0
     ends_ns: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     passed: int = 0
 
 
@@ -140,7 +143,7 @@ class ModelledEngine:
         self.decoding: dict[Sequence, None] = {}
         self.steps = self.tokens_made = self.preemptions = self.prefilled_tokens = 0
         self.hit_tokens = 0
-        # Number of decode steps so far, and KV tokens of decoding sequences.
+        # Tokens that a sequence which decodes all the time has got, and KV tokens of all that decode.
         self.count = 0
         self.decode_context = 0
         self.last_step_ns = 0
@@ -151,6 +154,8 @@ class ModelledEngine:
         self._step: _Step | None = None
         self._ending = False
         self._began_ns = 0
+        # Fraction of a token that steps with drafts have made so far.
+        self._fraction = 0.0
 
     # ---- requests ----
 
@@ -258,12 +263,22 @@ class ModelledEngine:
         most = min(MOST_LEAP, marks[0][0] - self.count) if marks else 1
         if most < 2:
             return
-        seconds, count = self.spec.seconds, step.count
+        count, tokens = step.count, 0
         end_ns, context = self.queue.now_ns, self.decode_context
-        for _ in range(most):
-            end_ns += round(seconds(StepWork(0, count, 0, context)) * NS)
-            context += count
+        while tokens < most:
+            seconds, made = self._decode(StepWork(0, count, 0, context))
+            end_ns += round(seconds * NS)
+            tokens += made
+            context += count * made
             step.ends_ns.append(end_ns)
+            step.tokens.append(tokens)
+
+    def _decode(self, work: StepWork) -> tuple[float, int]:
+        """Return the seconds of a step that begins now, and each decoding sequence's tokens."""
+        seconds, made = self.spec.decode(work)
+        made += self._fraction
+        self._fraction = made % 1
+        return seconds, int(made)
 
     def settle(self) -> None:
         """Bring the counters up to date with the steps of a leap that are over by now."""
@@ -274,13 +289,19 @@ class ModelledEngine:
         new = over - step.passed
         if new <= 0:
             return
+        made = self._since(step, over)
         step.passed = over
-        self.count += new
+        self.count += made
         self.steps += new
-        self.decode_context += new * step.count
-        self.tokens_made += new * step.count
+        self.decode_context += made * step.count
+        self.tokens_made += made * step.count
         self.last_end_ns = self._began_ns = step.ends_ns[over - 1]
         self.last_step_ns = step.ends_ns[over - 1] - step.ends_ns[over - 2] if over > 1 else 0
+
+    @staticmethod
+    def _since(step: _Step, over: int) -> int:
+        """Return a sequence's tokens of a leap's steps up to `over`, which are not counted yet."""
+        return step.tokens[over - 1] - (step.tokens[step.passed - 1] if step.passed else 0)
 
     def _land(self) -> None:
         """Cut a leap short, so that it ends with the step that runs now."""
@@ -289,7 +310,7 @@ class ModelledEngine:
             return
         self.settle()
         if step.passed + 1 < len(step.ends_ns):
-            del step.ends_ns[step.passed + 1 :]
+            del step.ends_ns[step.passed + 1 :], step.tokens[step.passed + 1 :]
             self.card.shorten(self.tenant, step.ends_ns[-1])
 
     # ---- a step ----
@@ -333,9 +354,10 @@ class ModelledEngine:
         if self.leaps and not (chunks or left_out or self.waiting):
             self._leap(step)
         self.begun(work)
-        takes_s = self.spec.seconds(work)
         if step.ends_ns:
             takes_s = (step.ends_ns[-1] - now_ns) / NS
+        else:
+            takes_s, step.made = self._decode(work)
         self.card.begin(self.tenant, takes_s, self._end)
 
     def begun(self, work: StepWork) -> None:
@@ -356,11 +378,12 @@ class ModelledEngine:
         self.last_step_ns, self.last_end_ns = took_ns, now_ns
         self.prefilled_tokens += step.work.prefill_tokens
         if step.count:
-            self.count += 1
+            made = self._since(step, len(step.tokens)) if step.tokens else step.made
+            self.count += made
             for left_out in step.left_out:
-                left_out.lag += 1
-            self.decode_context += step.count - step.lost
-            self.tokens_made += step.count - step.lost
+                left_out.lag += made
+            self.decode_context += made * (step.count - step.lost)
+            self.tokens_made += made * (step.count - step.lost)
             self._reach_marks(now_ns)
         for sequence, chunk in step.chunks:
             if sequence.state != _PREFILLING:
@@ -460,7 +483,9 @@ class ModelledEngine:
             if sequence.mark != number or sequence.state != _DECODING:
                 continue
             made = self.count - sequence.start - sequence.lag
-            if sequence.base_made + made >= sequence.output_tokens:
+            beyond = sequence.base_made + made - sequence.output_tokens
+            if beyond >= 0:
+                self.tokens_made -= beyond
                 self._finish(sequence, now_ns)
                 continue
             held = (sequence.units + self._prefix_units(sequence)) * self.kv.unit_tokens

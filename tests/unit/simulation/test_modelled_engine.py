@@ -229,6 +229,7 @@ def test_drafts_save_time_where_a_step_has_room_for_them() -> None:
         for number, owner in enumerate(owners):
             modelled.submit(Sequence(str(number), 1, 41, owner))
         modelled.queue.run(60)
+        assert modelled.tokens_made == 41 * sequences
         return max(owner.done_s - owner.first_s for owner in owners)
 
     # A step of one sequence takes 11 ms, of nine tokens 19 ms; of 16 sequences 26 ms and 154 ms.
