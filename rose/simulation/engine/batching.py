@@ -96,9 +96,9 @@ class _Step:
     """Step that is running. chunks: prompt tokens of each sequence. count: decoding sequences in
     it. left_out: those not in it.
 
-    made: tokens of each sequence of `count`, in a leap those up to its last step. lost: sequences of
-    `count` that ended while it ran. ends_ns: end of each step of a leap. tokens: those of a sequence
-    up to the end of each. passed: number of those steps that are over and counted.
+    made: tokens of each sequence of `count`; of a leap `tokens` has them. lost: sequences of
+    `count` that ended while it ran. ends_ns: end of each step of a leap. tokens: those of a
+    sequence up to the end of each. passed: number of those steps that are over and counted.
     """
 
     chunks: list[tuple[Sequence, int]]
@@ -143,7 +143,7 @@ class ModelledEngine:
         self.decoding: dict[Sequence, None] = {}
         self.steps = self.tokens_made = self.preemptions = self.prefilled_tokens = 0
         self.hit_tokens = 0
-        # Tokens that a sequence which decodes all the time has got, and KV tokens of all that decode.
+        # Tokens of a sequence that decodes all the time, and KV tokens of all that decode now.
         self.count = 0
         self.decode_context = 0
         self.last_step_ns = 0
