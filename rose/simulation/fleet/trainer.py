@@ -135,7 +135,7 @@ class ModelledTrainer:
                     await asyncio.sleep(lag_s)
                 batched_s = self._finished_s if spec.parts else self._queue.now_s
                 new = sum(each.trajectory.total_tokens for each in taken)
-                # What a step costs without tokens comes once, with its update.
+                # The seconds of a step without tokens come once, with its update.
                 await self._train_for(spec.train_s_per_token * new + last * spec.train_s)
                 tokens += new
                 episodes += taken
