@@ -1,6 +1,7 @@
 """Images of turns by the hash of their bytes, as gateways and replicas keep them."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Final
@@ -12,6 +13,23 @@ NOT_AN_IMAGE: Final = "images: send a file of PNG, JPEG, GIF or WebP"
 def is_image(data: bytes) -> bool:
     """Return True if the bytes begin as those of a PNG, JPEG, GIF or WebP file do."""
     return data.startswith((_PNG, _JPEG, _GIF)) or (data[:4] == b"RIFF" and data[8:12] == b"WEBP")
+
+
+def starts_of(ids: list[int], contents: Sequence[list[int]]) -> list[int]:
+    """Return where the tokens of images begin in `ids`, in order, up to the first image whose
+    tokens are not there.
+    """
+    starts, begin = list[int](), 0
+    for content in contents:
+        size = len(content)
+        while ids[begin : begin + size] != content:
+            try:
+                begin = ids.index(content[0], begin + 1)
+            except ValueError:
+                return starts
+        starts.append(begin)
+        begin += size
+    return starts
 
 
 @dataclass(frozen=True, slots=True)

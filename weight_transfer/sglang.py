@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from weight_transfer.apply.probe import probe_prompt
 from weight_transfer.apply.reference import take_own
@@ -21,6 +21,9 @@ from weight_transfer.errors import LoaderMapError, ProbeError
 
 if TYPE_CHECKING:
     import torch
+
+SIDE: Final = 4
+"""Height and width of the dummy image, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class SglangProber:
     """Prober that runs the fixed prompt through models that share the live engine's KV cache.
 
     Its result holds every token's last hidden state and then the last token's logits, since SGLang
-    computes only the logits that it samples from.
+    computes only the logits that it samples from; then what an encoder of images makes of a dummy.
     """
 
     def __init__(self, runner: Any, device: torch.device) -> None:  # noqa: ANN401 -- SGLang's
@@ -113,7 +116,7 @@ class SglangProber:
     def logits(self, model: torch.nn.Module) -> torch.Tensor:
         """Return hidden states and logits that `model` computes now, one flat float32 tensor.
 
-        Its length is tokens · hidden size + vocabulary size.
+        Its length is tokens · hidden size + vocabulary size, and the encoder's output.
         """
         import torch
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
@@ -133,7 +136,8 @@ class SglangProber:
             ):
                 forward: Any = model.forward
                 output = forward(batch.input_ids, batch.positions, batch)
-            parts = (output.hidden_states, output.next_token_logits)
+                seen = self._encoded(model)
+            parts = (output.hidden_states, output.next_token_logits, *seen)
             numbers: torch.Tensor = torch.cat([part.flatten().float() for part in parts])
         return numbers
 
@@ -147,6 +151,7 @@ class SglangProber:
         )
 
         count, device = len(self._tokens), self._device
+        positions = torch.arange(count, dtype=torch.int64, device=device)
         one = torch.ones(1, dtype=torch.int64, device=device)
         small = torch.ones(1, dtype=torch.int32, device=device)
         return ForwardBatch(
@@ -160,7 +165,9 @@ class SglangProber:
             out_cache_loc=slots,
             seq_lens_sum=count,
             return_logprob=False,
-            positions=torch.arange(count, dtype=torch.int64, device=device),
+            positions=positions,
+            # Models that take images read these instead.
+            mrope_positions=positions.expand(3, -1),
             extend_num_tokens=count,
             extend_seq_lens=small * count,
             extend_prefix_lens=small * 0,
@@ -172,6 +179,26 @@ class SglangProber:
             spec_algorithm=self._runner.spec_algorithm,
             global_forward_mode=ForwardMode.EXTEND,
         )
+
+    def _encoded(self, model: Any) -> list[torch.Tensor]:  # noqa: ANN401 -- an SGLang model
+        """Return the encoder's output for a dummy image of SIDE x SIDE tokens, in the form of
+        Qwen's models; nothing for a model without such an encoder.
+        """
+        import torch
+
+        patches = getattr(getattr(model, "visual", None), "patch_embed", None)
+        if patches is None:
+            return []
+        from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+
+        side, width = SIDE * model.visual.spatial_merge_size, patches.proj.weight[0].numel()
+        pixels = torch.arange(side * side * width, dtype=torch.float32, device=self._device)
+        image = MultimodalDataItem(
+            modality=Modality.IMAGE,
+            feature=pixels.sin().view(side * side, width),
+            model_specific_data={"image_grid_thw": torch.tensor([[1, side, side]])},
+        )
+        return [model.get_image_feature([image])]
 
     @contextmanager
     def _scratch(self) -> Iterator[torch.Tensor]:

@@ -103,5 +103,7 @@ REPLICA: Final = (
     "srt.entrypoints.http_server:_setup_and_run_http_server",
     "srt.sampling.sampling_batch_info:SamplingBatchInfo.from_schedule_batch",
     "srt.managers.schedule_batch:Req._check_token_based_finish",
+    "srt.managers.mm_schedule:init_mm_embedding_cache",
+    "srt.mem_cache.multimodal_cache:MultiModalStaticCache.clear",
 )
 """Names that turns of a replica use."""

@@ -17,7 +17,7 @@ from vllm.inputs.engine import mm_input
 from vllm.multimodal.inputs import PlaceholderRange
 from vllm.multimodal.media.image import ImageMediaIO
 
-from rose.images import Image
+from rose.images import Image, starts_of
 from rose.replica.engine import BAD_REQUEST, RequestRefusedError
 from rose.replica.token_versions import KvStaleness
 
@@ -57,7 +57,7 @@ async def image_input(
         places = rendered["mm_placeholders"]["image"]
         ids = rendered["prompt_token_ids"]
         contents = [ids[place.offset : place.offset + place.length] for place in places]
-        starts = _found(token_ids, contents)
+        starts = starts_of(token_ids, contents)
         count = len(starts)
         if count < len(images):
             begin = starts[-1] + len(contents[count - 1]) if count else 0
@@ -98,21 +98,6 @@ async def _rendered(engine: Any, ids: list[int], media: Sequence[Any], names: li
     return made
 
 
-def _found(ids: list[int], contents: Sequence[list[int]]) -> list[int]:
-    """Return where the contents begin in `ids`, in order, up to the first one that is not there."""
-    starts, begin = list[int](), 0
-    for content in contents:
-        size = len(content)
-        while ids[begin : begin + size] != content:
-            try:
-                begin = ids.index(content[0], begin + 1)
-            except ValueError:
-                return starts
-        starts.append(begin)
-        begin += size
-    return starts
-
-
 def _check_places(ids: list[int], rendered: Any) -> None:  # noqa: ANN401 - vLLM's MultiModalInput
     """Raise ValueError if a prompt has more placeholders than images, or tokens of an image that
     are not those of this processor.
@@ -123,7 +108,7 @@ def _check_places(ids: list[int], rendered: Any) -> None:  # noqa: ANN401 - vLLM
     first = places[0].offset
     if odd or not size:
         return
-    found = _found(ids, [ids[first : first + size]] * (len(places) + 1))
+    found = starts_of(ids, [ids[first : first + size]] * (len(places) + 1))
     if len(found) > len(places):
         raise ValueError(
             f"the prompt has places of more than its {len(places)} images, or not the tokens that "

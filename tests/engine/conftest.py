@@ -101,7 +101,7 @@ def others(request: pytest.FixtureRequest) -> None:
 def engines(request: pytest.FixtureRequest, engine_pool: EnginePool) -> Iterator[list[Started]]:
     """Return the engines of the module's mark, in its order."""
     python = getattr(request, "param", None)
-    specs = [replace(spec, python=python) for spec in _needs(request.node)]
+    specs = [replace(spec, python=python or spec.python) for spec in _needs(request.node)]
     with engine_pool.lease(_module(request.node), specs) as started:
         yield started
         faults = engine_pool.faults(started, at_the_end=True)

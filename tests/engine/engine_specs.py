@@ -1,8 +1,9 @@
 """The engines of the pool, as modules name them in `pytest.mark.engines`."""
 
-from pool import VISION, PoolSpec
+from pool import QWEN_VISION, VISION, PoolSpec
+from sglang_python import PYTHON
 
-from rose.engines import EngineRole
+from rose.engines import EngineKind, EngineRole
 from rose.engines.spec import LoraSlots
 
 MIB = 1 << 20
@@ -22,6 +23,17 @@ WORDED = PoolSpec("worded", EngineRole.DEDICATED, tokenizer="bytes")
 SEEING = PoolSpec("seeing", EngineRole.DEDICATED, tokenizer=VISION, weights=True)
 STOCK_SEEING = PoolSpec("stock-seeing", EngineRole.STOCK, tokenizer=VISION)
 """A dedicated replica of a model that takes images, and the same model without ROSE."""
+
+SEEING_GUEST = PoolSpec(
+    "seeing-guest",
+    EngineRole.GUEST,
+    page="seeing",
+    tokenizer=QWEN_VISION,
+    weights=True,
+    engine=EngineKind.SGLANG,
+    python=PYTHON,
+)
+"""A guest on SGLang of a model that takes images."""
 
 REWARD = PoolSpec(
     "reward", EngineRole.DEDICATED, tokenizer="bytes", args=("--runner=pooling", "--convert=embed")

@@ -31,21 +31,21 @@ from bench.common.tiny_models import FLEET_MODEL
 from executor import ControlPage
 from executor.control_page.host_description import page_of
 from rose.addresses import free_port
-from rose.engines import EngineProcess, EngineRole, EngineSpec
+from rose.engines import EngineKind, EngineProcess, EngineRole, EngineSpec
 from rose.engines.spec import LoraSlots
 from rose.errors import EngineStartError
 from tests.fakes.cuda.standin_library import build
 from tests.harness.conversations import TEMPLATES
 from tests.harness.tokenizer_kinds import save_byte_tokenizer, save_tokenizer
-from tests.harness.vision_model import save_vision_model
+from tests.harness.vision_model import save_qwen_vision_model, save_vision_model
 
 # Half a minute on a quiet machine; beside other work a guest waits for what that leaves.
 START_S = 480.0
 AT_ONCE = 2
 # Tokens of the byte tokenizer; its end of sequence comes after them.
 BYTES = 256
-# "Tokenizer" of a model that takes images, with its processor.
-VISION = "vision"
+# "Tokenizers" of models that take images, with their processors.
+VISION, QWEN_VISION = "vision", "qwen-vision"
 HOST_NAME = "chat-0"
 # In which an engine is rid of what a test asked of it.
 SETTLE_S = 15.0
@@ -65,7 +65,7 @@ class PoolSpec:
     name: of the engine, and of its model where `served` names no other. tokenizer: its kind; the
     model then has its whole vocabulary and an end of sequence. page: engines that name the same
     one are on one control page. weights: takes versions. lora: those are adapters. standin_cuda:
-    finds the stand-in for a GPU's driver. python: see `vllm_versions`.
+    finds the stand-in for a GPU's driver. python: see `vllm_versions`, `sglang_python`.
     """
 
     name: str
@@ -82,6 +82,7 @@ class PoolSpec:
     args: tuple[str, ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
     python: str | None = None
+    engine: EngineKind = EngineKind.VLLM
 
 
 @dataclass
@@ -190,8 +191,9 @@ class EnginePool:
     def worded(self, tokenizer: str) -> Path:
         """Folder of a model whose every token has a text of this tokenizer."""
         folder = self._folder / f"worded-{len(self._worded)}"
-        if tokenizer == VISION and tokenizer not in self._worded:
-            save_vision_model(folder, "float32")
+        visions = {VISION: save_vision_model, QWEN_VISION: save_qwen_vision_model}
+        if tokenizer in visions and tokenizer not in self._worded:
+            visions[tokenizer](folder, "float32")
             self._worded[tokenizer] = folder
         elif tokenizer not in self._worded:
             size = BYTES + 1
@@ -287,7 +289,7 @@ class EnginePool:
             raise EngineStartError(said)
 
     def _made(self, spec: PoolSpec) -> Started:
-        folder = self._folder / "-".join(filter(None, [spec.name, "0.25" if spec.python else ""]))
+        folder = self._folder / "-".join(filter(None, [spec.name, "other" if spec.python else ""]))
         folder.mkdir(exist_ok=True)
         page = self._page(spec) if spec.page else None
         model = self.worded(spec.tokenizer)
@@ -299,6 +301,7 @@ class EnginePool:
         engine_spec = EngineSpec(
             name=spec.served or spec.name,
             role=spec.role,
+            engine=spec.engine,
             model_dir=model,
             port=free_port(),
             log=folder / "engine.log",
@@ -318,8 +321,8 @@ class EnginePool:
         return Started(spec, engine_spec, page, published)
 
     def _page(self, spec: PoolSpec) -> PoolPage:
-        """The page of this name; each vLLM has its own."""
-        name = f"{spec.page}-{'0.25' if spec.python else 'here'}"
+        """The page of this name; engines of another interpreter have their own."""
+        name = f"{spec.page}-{'other' if spec.python else 'here'}"
         if name not in self._pages:
             folder = self._folder / f"shared-{name}"
             folder.mkdir()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import msgspec
+from msgspec import structs
 
 from executor.engine_settings import WARM_UP
 from executor.sglang.compat import STAMP
@@ -65,8 +66,10 @@ class SglangRequest(StampedRequest):
         ages: KvStaleness,
         began: int,
         body: GenerateBody,
+        expanded: list[int] | None = None,
     ) -> None:
         super().__init__(rid, ages, began, body.sampling.prompt_logprobs is not None)
+        self.expanded = expanded
         self._manager = manager
         self._prompt, self._sampling = body.token_ids, body.sampling
         self._state = manager.rid_to_state[rid]
@@ -80,27 +83,24 @@ class SglangRequest(StampedRequest):
         body: GenerateBody,
         ages: KvStaleness,
         ends: Sequence[int],
+        images: Sequence[Image] = (),
     ) -> Self:
         """Check and register a turn in the engine and return its request. Raises
         RequestRefusedError.
         """
-        if not body.token_ids:
-            raise RequestRefusedError(BAD_REQUEST, "a turn has at least one token")
-        if body.sampling.routed_experts_prompt_start is not None:
-            raise RequestRefusedError(
-                BAD_REQUEST,
-                "routed_experts: SGLang gives them when a request ends, and a revoked one has none",
-            )
-        if body.sampling.deterministic and not manager.server_args.enable_deterministic_inference:
-            raise RequestRefusedError(
-                BAD_REQUEST,
-                "deterministic: what the engine computes depends on its batch; start it with"
-                " --enable-deterministic-inference on a GPU",
-            )
-        check_most(body.sampling, int(manager.model_config.vocab_size))
+        _check(manager, body)
+        given, shown = body, None
+        if images:
+            from rose.replica.sglang.images import image_input
+
+            shown = await image_input(manager, body.token_ids, images)
+            body = structs.replace(body, token_ids=shown.input_ids)
         began = ages.current
         rid = request_id(body.request_id)
         asked = _request(rid, body, ages, () if body.sampling.ignore_eos else ends)
+        if shown is not None and body.sampling.prompt_logprobs is not None:
+            # SGLang has other numbers in the places of these tokens, and logprobs of another token.
+            asked.token_ids_logprob = [shown.im_token_id]
         manager.auto_create_handle_loop()
         try:
             asked.normalize_batch_and_arguments()
@@ -110,8 +110,15 @@ class SglangRequest(StampedRequest):
             raise RequestRefusedError(BAD_REQUEST, str(error)) from error
         states = {rid: manager.rid_to_state[rid]}
         try:
-            await manager._send_one_request(await manager._tokenize_one_request(asked))
-            return cls(manager, rid, ages, began, body)
+            if shown is None:
+                tokenized = await manager._tokenize_one_request(asked)
+            else:
+                manager._validate_one_request(asked, body.token_ids)
+                make = manager._create_tokenized_object
+                tokenized = make(asked, None, body.token_ids, mm_inputs=shown)
+            await manager._send_one_request(tokenized)
+            expanded = None if body.token_ids == given.token_ids else body.token_ids
+            return cls(manager, rid, ages, began, body, expanded)
         except ValueError as error:
             manager._release_req_states_on_failure(states)
             raise RequestRefusedError(BAD_REQUEST, str(error)) from error
@@ -193,7 +200,6 @@ class SglangEngine:
 
     failures: tuple[type[Exception], ...] = (SglangError,)
     updatable = True
-    no_images = "images: replicas on SGLang take none; use one on vLLM"
 
     def __init__(self, manager: Any, arguments: Any, kv_tokens: int) -> None:  # noqa: ANN401 -- SGLang's
         """Keep SGLang's manager, its ServerArgs and the number of tokens that fit in its KV
@@ -220,6 +226,12 @@ class SglangEngine:
     def adapts(self) -> int:
         return 0
 
+    @property
+    def no_images(self) -> str:
+        from rose.replica.sglang.images import why_none
+
+        return why_none(self._manager)
+
     async def start(
         self,
         body: GenerateBody,
@@ -228,9 +240,9 @@ class SglangEngine:
         adapter: HeldAdapter | None = None,
         images: Sequence[Image] = (),
     ) -> SglangRequest:
-        del adapter, images  # Its replicas have none.
+        del adapter  # Its replicas have none.
         del trace  # SGLang sends spans of its own requests; a turn's come from the gateway.
-        return await SglangRequest.start(self._manager, body, ages, self._ends)
+        return await SglangRequest.start(self._manager, body, ages, self._ends, images)
 
     async def abort(self, requests: Sequence[SglangRequest]) -> None:
         for request in requests:
@@ -273,6 +285,24 @@ def request_id(name: str) -> str:
     """
     prefix = WARM_UP if name.startswith(WARM_UP) else ""
     return f"{prefix}{next(_numbers):012x}.{name}"
+
+
+def _check(manager: Any, body: GenerateBody) -> None:  # noqa: ANN401 -- SGLang's
+    """Raise RequestRefusedError for what this engine does not have."""
+    if not body.token_ids:
+        raise RequestRefusedError(BAD_REQUEST, "a turn has at least one token")
+    if body.sampling.routed_experts_prompt_start is not None:
+        raise RequestRefusedError(
+            BAD_REQUEST,
+            "routed_experts: SGLang gives them when a request ends, and a revoked one has none",
+        )
+    if body.sampling.deterministic and not manager.server_args.enable_deterministic_inference:
+        raise RequestRefusedError(
+            BAD_REQUEST,
+            "deterministic: what the engine computes depends on its batch; start it with"
+            " --enable-deterministic-inference on a GPU",
+        )
+    check_most(body.sampling, int(manager.model_config.vocab_size))
 
 
 def _request(rid: str, body: GenerateBody, ages: KvStaleness, ends: Sequence[int]) -> Any:  # noqa: ANN401 -- SGLang's
@@ -364,12 +394,16 @@ def _places(meta: dict[str, Any], prompt: Sequence[int], most: int) -> PromptLog
     """
     sampled = meta.get("input_token_logprobs") or []
     others = meta.get("input_top_logprobs") or [None] * len(sampled)
+    # Logprobs of the token that stands for images, if the prompt has any.
+    named = meta.get("input_token_ids_logprobs") or [None] * len(sampled)
     places: PromptLogprobs = []
     # SGLang 0.5.23 names the vocabulary's last token 0 in a prompt.
-    for token, own, beside in zip(prompt, sampled, others, strict=False):
+    for token, own, beside, of_image in zip(prompt, sampled, others, named, strict=False):
         if own[0] is None:
             places.append(None)
             continue
+        if of_image and of_image[0][1] == token:
+            own = of_image[0]
         likely = (beside or ())[:most]
         ranked = {int(t): (float(lp), rank) for rank, (lp, t, *_) in enumerate(likely, 1)}
         _, rank = ranked.pop(token, (0.0, most + 1 if most else None))

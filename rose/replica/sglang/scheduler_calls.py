@@ -4,7 +4,7 @@ They use a control request that SGLang has for debugging, whose body and answer 
 broadcast to all ranks like a turn, so that all get it between the same two steps.
 
     pause     requests stay; with `clear` they go back to the queue and all prefixes are dropped
-    activate  tokens from here on are of this version
+    activate  tokens from here on are of this version, and outputs of encoders so far are forgotten
     resume    continue
     flush     drop all prefixes
     wake      look for work
@@ -92,6 +92,11 @@ class SchedulerCalls:
         scheduler.continue_generation(ContinueGenerationReqInput())
 
     def _activate(self, scheduler: Any, version: int) -> None:  # noqa: ANN401 -- SGLang's
+        from sglang.srt.managers import mm_schedule
+
+        # Its keys are hashes of images alone, and neither a pause nor a flush clears it.
+        if mm_schedule.embedding_cache is not None:
+            mm_schedule.embedding_cache.clear()
         os.environ[POLICY_VERSION] = str(version)
         scheduler.record_weight_version_change(new_version=str(version))
 

@@ -7,6 +7,8 @@ import io
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copy
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
@@ -18,10 +20,11 @@ from pool import Started
 
 from elastic_scheduler import ReplicaKind
 from rose.client import RolloutClient, Sampling, Turn
+from rose.engines import EngineKind
 from rose.gateway import Gateway, GatewaySettings, StaticReplica
 from rose.gateway.replicas import static
 from tests.harness.tokenizer_kinds import ids_of
-from tests.harness.vision_model import IMAGE, IMAGE_LENGTH, picture
+from tests.harness.vision_model import IMAGE, IMAGE_LENGTH, QWEN_IMAGE_LENGTH, picture
 from tests.harness.waiting import until_async
 from weight_transfer.format.tensors import TensorBits, tensor_bits, tensor_of
 
@@ -44,10 +47,11 @@ PATIENCE_S = 60.0
 
 @dataclass
 class ImageStage:
-    """The replica behind a gateway, and an engine without ROSE."""
+    """The replica behind a gateway, perhaps an engine without ROSE, and the length of an image."""
 
     replica: Started
-    stock: Started
+    stock: Started | None
+    image_length: int
     gateway: Gateway
     client: RolloutClient
     http: aiohttp.ClientSession
@@ -80,7 +84,9 @@ class ImageStage:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stage(engines: list[Started]) -> AsyncIterator[ImageStage]:
-    seeing, stock = engines
+    seeing, stock = (*engines, None)[:2]
+    assert seeing is not None
+    length = IMAGE_LENGTH if seeing.of.engine is EngineKind.VLLM else QWEN_IMAGE_LENGTH
     row = StaticReplica(seeing.spec.name, ReplicaKind.DEDICATED, seeing.url, 32)
     settings = GatewaySettings(
         port=0,
@@ -95,32 +101,46 @@ async def stage(engines: list[Started]) -> AsyncIterator[ImageStage]:
             url = f"http://127.0.0.1:{gateway.port}"
             async with RolloutClient(url) as client, aiohttp.ClientSession() as http:
                 await until_async(lambda: gateway.status().usable, PATIENCE_S, "it is found", 0.05)
-                yield ImageStage(seeing, stock, gateway, client, http)
+                yield ImageStage(seeing, stock, length, gateway, client, http)
+
+
+def trainers_model(folder: Path, weights: dict[str, TensorBits]) -> Any:
+    """Return transformers' model with these weights."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoModelForImageTextToText
+
+    with TemporaryDirectory() as made:
+        tensors = {name: tensor_of(bits).contiguous() for name, bits in weights.items()}
+        save_file(tensors, Path(made) / "model.safetensors", {"format": "pt"})
+        copy(folder / "config.json", made)
+        return AutoModelForImageTextToText.from_pretrained(made, dtype=torch.float32)
+
+
+def trainers_input(folder: Path, prompt: list[int], files: list[bytes]) -> dict[str, Any]:
+    """Return what transformers' model takes: a prompt, and its images as they are processed."""
+    import torch
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    images = [Image.open(io.BytesIO(each)).convert("RGB") for each in files]
+    seen = dict(AutoImageProcessor.from_pretrained(folder)([images], return_tensors="pt"))
+    ids = torch.tensor([prompt])
+    if "image_grid_thw" in seen:
+        seen["mm_token_type_ids"] = (ids == IMAGE).int()
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **seen}
 
 
 def trainers_own(
     folder: Path, prompt: list[int], files: list[bytes], weights: dict[str, TensorBits]
 ) -> list[int]:
     """Return the greedy tokens of transformers' model with these weights."""
-    import torch
-    from PIL import Image
-    from transformers import AutoProcessor, Idefics3ForConditionalGeneration
-
-    model = Idefics3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-    model.load_state_dict({name: tensor_of(bits) for name, bits in weights.items()})
-    images = [Image.open(io.BytesIO(each)).convert("RGB") for each in files]
-    seen = AutoProcessor.from_pretrained(folder).image_processor([images], return_tensors="pt")
-    pixels = {name: seen[name] for name in ("pixel_values", "pixel_attention_mask")}
-    ids = torch.tensor([prompt])
-    with torch.no_grad():
-        made = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=TOKENS,
-            do_sample=False,
-            eos_token_id=None,
-            **pixels,
-        )
+    made = trainers_model(folder, weights).generate(
+        **trainers_input(folder, prompt, files),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+    )
     return [*map(int, made[0, len(prompt) :])]
 
 
@@ -135,7 +155,8 @@ def written(folder: Path, files: list[bytes], text: str) -> list[int]:
 
 
 async def test_greedy_tokens_are_vllms_own_and_the_trainers(stage: ImageStage) -> None:
-    folder = stage.replica.spec.model_dir
+    folder, stock = stage.replica.spec.model_dir, stage.stock
+    assert stock is not None
     url = f"http://127.0.0.1:{stage.gateway.port}"
     found = []
     for data in (CAT, DOG):
@@ -145,7 +166,7 @@ async def test_greedy_tokens_are_vllms_own_and_the_trainers(stage: ImageStage) -
         again = await stage.client.generate(prompt, GREEDY, images=[data])
         assert ([*(again.prompt_token_ids or ())], [*again.token_ids]) == (prompt, tokens)
         assert await stage.chat(url, "rose-policy", data) == (prompt, tokens)
-        assert await stage.chat(stage.stock.url, STOCK_SEEING.name, data) == (prompt, tokens)
+        assert await stage.chat(stock.url, STOCK_SEEING.name, data) == (prompt, tokens)
         assert tokens == trainers_own(folder, prompt, [data], stage.replica.versions.base)
         found.append(tokens)
     assert found[0] != found[1], "else the image does not matter"
@@ -154,7 +175,7 @@ async def test_greedy_tokens_are_vllms_own_and_the_trainers(stage: ImageStage) -
 async def test_a_turn_that_is_drained_is_the_turn_that_was_not(stage: ImageStage) -> None:
     long = structs.replace(GREEDY, max_tokens=300)
     expected = await stage.client.generate(PROMPT, long, images=[DOG])
-    made, name = stage.gateway.stats.tokens, SEEING.name
+    made, name = stage.gateway.stats.tokens, stage.replica.of.name
     start = made[name]
     running = asyncio.create_task(stage.client.generate(PROMPT, long, images=[DOG]))
     await until_async(lambda: made[name] > start + 20, PATIENCE_S, "tokens", 0.005)
@@ -176,14 +197,14 @@ async def test_a_trajectory_goes_on_from_its_tokens_with_one_more_image(stage: I
         more = [*kept, *ids_of("<user>and "), IMAGE, *ids_of("<assistant>")]
         second = await session.generate(more, GREEDY, images=[CAT, DOG])
     prompt = [*(second.prompt_token_ids or ())]
-    assert (prompt[: len(kept)], len(prompt)) == (kept, len(more) + IMAGE_LENGTH - 1)
+    assert (prompt[: len(kept)], len(prompt)) == (kept, len(more) + stage.image_length - 1)
     weights = stage.replica.versions.base
     assert [*second.token_ids] == trainers_own(folder, prompt, [CAT, DOG], weights)
 
 
-@pytest.mark.parametrize("parts", [("text_model", "lm_head"), ("",)], ids=["language", "whole"])
+@pytest.mark.parametrize("frozen", [("vis", "connector"), ()], ids=["language", "whole"])
 async def test_an_update_is_proven_and_turns_go_on_under_it(
-    stage: ImageStage, parts: tuple[str, ...]
+    stage: ImageStage, frozen: tuple[str, ...]
 ) -> None:
     import torch
 
@@ -191,9 +212,9 @@ async def test_an_update_is_proven_and_turns_go_on_under_it(
     before = await stage.client.generate(PROMPT, GREEDY, images=[CAT])
     torch.manual_seed(7)
     new = {
-        name: tensor_bits(name, tensor_of(bits) + 0.05 * torch.randn(bits.shape))
-        if any(part in name for part in parts)
-        else bits
+        name: bits
+        if any(part in name for part in frozen)
+        else tensor_bits(name, tensor_of(bits) + 0.05 * torch.randn(bits.shape))
         for name, bits in versions.active.items()
     }
     over: list[Turn] = []

@@ -62,10 +62,15 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> CalledScheduler:
     for name in ("PauseGenerationReqInput", "ContinueGenerationReqInput", "DumperControlReqOutput"):
         setattr(messages, name, SimpleNamespace)
     messages.DumperControlReqInput = SimpleNamespace  # type: ignore[attr-defined]
+    made = CalledScheduler()
+    managers = ModuleType("standin")
+    cleared = SimpleNamespace(clear=lambda: made.did.append("encoders"))
+    managers.mm_schedule = SimpleNamespace(embedding_cache=cleared)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers", managers)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", messages)
     monkeypatch.setattr(calls_module, "_of_all_ranks", lambda _, mine: [mine])
     monkeypatch.setattr(calls_module, "SglangWeightWorker", CalledWorker)
-    return CalledScheduler()
+    return made
 
 
 def call(scheduler: CalledScheduler, name: str, *arguments: Any) -> Any:
@@ -89,12 +94,12 @@ def test_prefixes_that_stay_are_an_error(scheduler: CalledScheduler) -> None:
     assert "stayed in the cache" in said.error
 
 
-def test_a_version_is_told_to_the_stamps_and_to_sglang(
+def test_a_version_is_told_to_the_stamps_and_to_sglang_and_outputs_of_encoders_are_forgotten(
     scheduler: CalledScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROSE_POLICY_VERSION", "0")
     call(scheduler, "activate", 7)
-    assert (os.environ["ROSE_POLICY_VERSION"], scheduler.did) == ("7", ["7"])
+    assert (os.environ["ROSE_POLICY_VERSION"], scheduler.did) == ("7", ["encoders", "7"])
 
 
 def test_methods_of_the_weight_worker_are_called_by_name(scheduler: CalledScheduler) -> None:

@@ -172,6 +172,17 @@ async def test_logprobs_of_the_prompt_come_before_the_first_token(
     assert second.token_ids == [9]
 
 
+async def test_logprobs_of_an_images_tokens_are_those_of_their_own(manager: StandInManager) -> None:
+    request = made(manager, prompt_logprobs=0)
+    manager.say(
+        [9],
+        1,
+        input_token_logprobs=[(None, 4, None), (-7.0, 0, None)],
+        input_token_ids_logprobs=[None, [(-0.5, 5, None)]],
+    )
+    assert (await request.next()).chunks[0].prompt_logprobs == [None, [(5, -0.5, None)]]
+
+
 async def test_logprobs_of_a_prompt_are_never_of_two_versions(manager: StandInManager) -> None:
     request = made(manager, prompt_logprobs=1)
     manager.say([9], 1, [1], input_token_logprobs=[(None, 4, None)])
