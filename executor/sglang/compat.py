@@ -89,6 +89,7 @@ NEEDED: Final[Mapping[str, tuple[object, str]]] = {
     "enable_lora": (False, "LoRA adapters"),
     "enable_hierarchical_cache": (False, "the hierarchical cache"),
     "enable_lmcache": (False, "LMCache"),
+    "language_only": (False, "encoders in other engines"),
     "dllm_algorithm": (None, "diffusion models"),
     "tokenizer_worker_num": (1, "several tokenizer processes"),
     "pp_size": (1, "pipeline parallelism"),

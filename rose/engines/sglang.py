@@ -27,6 +27,7 @@ REFUSED_IN_REPLICAS = {
     "--enable-lora": "LoRA adapters",
     "--enable-hierarchical-cache": "the hierarchical cache",
     "--enable-lmcache": "LMCache",
+    "--language-only": "encoders in other engines",
 }
 # Options that a node does not give to its replicas.
 REFUSED_BY_NODE = {

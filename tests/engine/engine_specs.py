@@ -30,10 +30,11 @@ SEEING_GUEST = PoolSpec(
     page="seeing",
     tokenizer=QWEN_VISION,
     weights=True,
+    args=("--image-processor-backend=pil",),
     engine=EngineKind.SGLANG,
     python=PYTHON,
 )
-"""A guest on SGLang of a model that takes images."""
+"""A guest on SGLang of a model that takes images; it resizes them as transformers does here."""
 
 REWARD = PoolSpec(
     "reward", EngineRole.DEDICATED, tokenizer="bytes", args=("--runner=pooling", "--convert=embed")

@@ -32,6 +32,8 @@ OTHERS_FLAGS = {
     "--values",
     # Options of engines and pip.
     "--enable-elastic-ep",
+    "--image-processor-backend",
+    "--mm-preprocess-cache-size-mb",
     "--offload-rollout",
     "--only-binary",
     "--pid",
