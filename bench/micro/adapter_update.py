@@ -2,7 +2,8 @@
 
 A scheduler, a gateway and a node with one dedicated vLLM run on this machine, on random weights, in
 bfloat16 where the CPU has instructions for vectors of 512 bits, else in float32; a PolicyPublisher
-in this process publishes adapters on all linear layers, about 1% of the base. Each round every weight of the adapter changes, while one turn after the other is decoded.
+in this process publishes adapters on all linear layers, about 1% of the base. Each round every
+weight of the adapter changes, while one turn after the other is decoded.
 Seconds until the version is announced, until the gateway routes turns to it, and the longest time
 without a token: before the call, from then on until a second after the version is served (a running
 turn goes on under it, all of its KV computed anew). Exit code 1 when an adapter that is announced
