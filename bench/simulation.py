@@ -4,6 +4,7 @@ measure     starts engines, plays every load five times alone and five times bes
 trace       writes a generated trace in the Azure format, as uneven as the recorded one of 2023
 validate    plays a measured run in the simulator, and shows its error beside the repeats' spread
 readings    varies what the ROSE paper leaves open, and shows which readings its figures fit
+adds        compares policies under those that fit, and shows what drafts and parts of steps add
 
 Calibrated is by the first load: the host's step times, how long its API process takes, and how much
 longer a guest's step takes beside a busy host than alone (they share cores' caches and memory, and
@@ -17,9 +18,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from statistics import median
+from statistics import fmean, geometric_mean, median
 
 import msgspec
 
@@ -89,6 +90,9 @@ READINGS = (
     *((episodes, 3.0, 0.5) for episodes in (256, 1_024)),
 )
 """Episodes a step, length of answers and rate of users as multiples of the usual ones."""
+FROZEN = ((256, 1.0, 1.0), (4_096, 1.0, 0.25), (4_096, 1.0, 0.5))
+"""Readings under which policies are compared."""
+PEERS = ("fixed", "rlboost", "libra", "paper")
 HEAD = ("LOAD", "FIGURE", "MEASURED", "REPEATS", "SIMULATED", "OFF", "VERDICT")
 
 
@@ -506,6 +510,12 @@ def _parser() -> argparse.ArgumentParser:
     readings.add_argument("--scale", type=float, default=0.25, metavar="X")
     readings.add_argument("--workers", type=int, metavar="N", help="default: one a core")
     readings.set_defaults(run=_readings)
+    adds = commands.add_parser("adds", help="`rose` with drafts and parts, beside other policies")
+    adds.add_argument("--seeds", type=int, default=1, metavar="N")
+    adds.add_argument("--scale", type=float, default=0.25, metavar="X")
+    adds.add_argument("--drafts", type=float, required=True, metavar="X", help="tokens of a step")
+    adds.add_argument("--workers", type=int, metavar="N", help="default: one a core")
+    adds.set_defaults(run=_adds)
     return parser
 
 
@@ -570,6 +580,42 @@ def _readings(args: argparse.Namespace) -> int:
     head = ("EPISODES", "ANSWERS", "USERS", *(row.what.upper() for row in PAPER_ROWS))
     head += ("TTFT P99 ALONE S", "TTFT P99 S")
     write(View({}, (), (Table(head, tuple(rows), right=frozenset(head)),)), Format.TABLE)
+    return 0
+
+
+def _adds(args: argparse.Namespace) -> int:
+    parts, drafts = {"parts": 1.0}, {"drafts": args.drafts}
+    settings = {"none": {}, "parts": parts, "drafts": drafts, "both": parts | drafts}
+    cells = [
+        (reading, policy, name)
+        for reading in FROZEN
+        for name in settings
+        for policy in (*PEERS, "rose")
+        if policy == "rose" or name in ("none", "both")
+    ]
+    asked = [
+        SimulatedRun(reading_scenario(*reading, args.scale), policy, seed, settings[name])
+        for reading, policy, name in cells
+        for seed in range(args.seeds)
+    ]
+    results = iter(run_all(asked, args.workers))
+    found = {cell: fmean(next(results).tokens_per_s for _ in range(args.seeds)) for cell in cells}
+    rows, ahead = [], defaultdict[str, list[float]](list)
+    for reading, name in product(FROZEN, settings):
+        rates = {policy: found.get((reading, policy, name)) for policy in (*PEERS, "rose")}
+        base = found[reading, "fixed", "none"]
+        shown = [f"{rate / base:.2f}" if rate else "" for rate in rates.values()]
+        for kind in ("none", "both"):
+            best = max(found[reading, policy, kind] for policy in PEERS)
+            ahead[f"{name}/{kind}"].append(found[reading, "rose", name] / best)
+            shown.append(f"{ahead[f'{name}/{kind}'][-1]:.2f}")
+        rows.append((" ".join(f"{value:g}" for value in reading), name, *shown))
+    for name in settings:
+        means = [geometric_mean(ahead[f"{name}/{kind}"]) for kind in ("none", "both")]
+        rows.append(("all", name, *[""] * (1 + len(PEERS)), *(f"{mean:.2f}" for mean in means)))
+    head = ("READING", "WITH", *(name.upper() for name in (*PEERS, "rose")))
+    head += ("OVER THE BEST", "OVER THE BEST WITH BOTH")
+    write(View({}, (), (Table(head, tuple(rows), right=frozenset(head[2:])),)), Format.TABLE)
     return 0
 
 

@@ -2,12 +2,13 @@
 
 Fleets run beside each other, each with one dedicated vLLM: without drafts, with n-gram drafts, with
 suffix drafts of what the replica's turns wrote before (left out without `arctic-inference`), and
-with fewer of them where many sequences run. In each round each of them
-plays the same steps, one after the other: FrozenLake of the demo with long turns, 4 groups of 8
-siblings, and the TextWorld quest of `examples/textworld_tools.py`, 16 times (the last only if
-`scripts/trainer-env environments` was run). `longest_s` and `step_s` are medians over the rounds of
-the longest episode and of all of them, `faster` that of both without drafts over with them, in the
-same round. Exit code 1 when no drafts make the longest episode of an environment 1.4 times faster.
+with fewer of them where many sequences run. In each round each of them plays the same steps, one
+after the other: FrozenLake of the demo with long turns, 4 groups of 8 siblings, and the TextWorld
+quest of `examples/textworld_tools.py`, 16 times (only where `scripts/trainer-env environments` was
+run). `longest_s` and `step_s` are medians over the rounds of the longest episode and of all of
+them, `faster` that of both without drafts over with them, in the same round; `tokens_a_step` tokens
+over steps of an episode that runs alone. Exit code 1 when no drafts make the longest episode of an
+environment 1.4 times faster.
 """
 
 import asyncio
@@ -17,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Any, Final
 
 from bench.common.processes import ROOT
 from bench.common.report import parser_of, put_judged, reported, say
@@ -31,7 +32,7 @@ from bench.demo.frozen_lake.task import training_lake
 from bench.demo.training.rollouts import Trajectory, play, sampling
 from bench.trainers.policy import save_policy
 from bench.trainers.stack import RUN_S, TrainerStack
-from rose.client import RolloutClient
+from rose.client import RolloutClient, Sampling, Turn
 from rose.errors import ConfigError
 
 PROG = "bench.micro.tail"
@@ -52,11 +53,27 @@ GROUPS, SIBLINGS, QUESTS = 4, 8, 16
 WARM_UP_S = 300.0
 
 Round = dict[str, float]
-"""longest_s, step_s and tokens of one step."""
+"""longest_s, step_s and tokens of one step, and tokens_a_step where it is counted."""
+
+
+class CountedClient(RolloutClient):
+    """Client that takes its turns as streams. lines: chunks so far, one for each of a replica's
+    steps where one turn runs alone.
+    """
+
+    lines = 0
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, **options: Any) -> Turn:  # noqa: ANN401
+        async with self.stream(token_ids, sampling, **options) as stream:
+            async for _ in stream:
+                self.lines += 1
+        return stream.turn
 
 
 def lakes(stack: TrainerStack, seed: int) -> Round:
-    """Play one step of FrozenLake. Raises ConfigError if an episode is lost."""
+    """Play one step of FrozenLake, and the last episode's lake once more, alone. Raises ConfigError
+    if an episode is lost.
+    """
     how, played = sampling(long_turns=True), list[Trajectory]()
 
     async def step() -> None:
@@ -70,14 +87,22 @@ def lakes(stack: TrainerStack, seed: int) -> Round:
                 lake = training_lake(seed, group)
                 tasks.create_task(play(client, lake, how, played[-1], min_version=0))
 
+    async def alone() -> float:
+        async with CountedClient(stack.gateway, job=stack.job) as client:
+            again = Trajectory(f"{seed}.alone", GROUPS, seed, time.monotonic())
+            await play(client, training_lake(seed, GROUPS - 1), how, again, min_version=0)
+            return len(again.positions()) / client.lines
+
     began_s = time.monotonic()
     asyncio.run(step())
+    step_s = time.monotonic() - began_s
     if lost := sum(one.lost for one in played):
         raise ConfigError(f"{lost} of {len(played)} episodes are lost")
     return {
         "longest_s": max(one.end_s - one.start_s for one in played),
-        "step_s": time.monotonic() - began_s,
+        "step_s": step_s,
         "tokens": float(sum(len(one.positions()) for one in played)),
+        "tokens_a_step": asyncio.run(alone()),
     }
 
 
@@ -122,7 +147,8 @@ def measure(
         stacks = {}
         for name, drafts in have.items():
             option = [f"--speculative-config={json.dumps(drafts)}"] if drafts else []
-            replica: Mapping[str, object] = {"engine_args": option, "warm_up_s": WARM_UP_S}
+            replica: dict[str, object] = {"engine_args": option, "warm_up_s": WARM_UP_S}
+            replica["stream_interval"] = 1
             stacks[name] = fleets.enter_context(
                 TrainerStack(folder / name, model, max_model_len=max_model_len, replica=replica)
             )
@@ -135,7 +161,7 @@ def measure(
     rows = {}
     for name, (_, *played) in found.items():
         keys = ("longest_s", "step_s")
-        row = {key: median(each[key] for each in played) for key in ("tokens", *keys)}
+        row = {key: median(each[key] for each in played) for key in played[0]}
         for key in keys:
             pairs = zip(found[PLAIN][1:], played, strict=True)
             row[f"{key}_faster"] = median(plain[key] / each[key] for plain, each in pairs)
