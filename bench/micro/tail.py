@@ -1,14 +1,13 @@
 """`python -m bench.micro.tail`: a step's longest episode, by what its replica drafts.
 
-Fleets run beside each other, each with one dedicated vLLM: without drafts, with n-gram drafts, with
-suffix drafts of what the replica's turns wrote before (left out without `arctic-inference`), and
-with fewer of them where many sequences run. In each round each of them plays the same steps, one
-after the other: FrozenLake of the demo with long turns, 4 groups of 8 siblings, and the TextWorld
-quest of `examples/textworld_tools.py`, 16 times (only where `scripts/trainer-env environments` was
-run). `longest_s` and `step_s` are medians over the rounds of the longest episode and of all of
-them, `faster` that of both without drafts over with them, in the same round; `tokens_a_step` tokens
-over steps of an episode that runs alone. Exit code 1 when no drafts make the longest episode of an
-environment 1.4 times faster.
+Fleets run beside each other, each with one dedicated vLLM: without drafts, with n-gram drafts, and
+with suffix drafts of what the replica's turns wrote before (left out without `arctic-inference`).
+In each round each of them plays the same steps, one after the other: FrozenLake of the demo with
+long turns, 4 groups of 8 siblings, and the TextWorld quest of `examples/textworld_tools.py`, 16
+times (only where `scripts/trainer-env environments` was run). `longest_s` and `step_s` are medians
+over the rounds of the longest episode and of all of them, `faster` that of both without drafts over
+with them, in the same round; `tokens_a_step` tokens over steps of an episode that runs alone. Exit
+code 1 when no drafts make the longest episode of an environment 1.4 times faster.
 """
 
 import asyncio
@@ -38,15 +37,15 @@ from rose.errors import ConfigError
 PROG = "bench.micro.tail"
 LEAST: Final = 1.4
 PLAIN = "none"
-SUFFIX: Final = {"method": "suffix", "num_speculative_tokens": 8}
 DRAFTS: Final[dict[str, dict[str, object]]] = {
     PLAIN: {},
-    "n-gram": {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4},
-    "suffix": SUFFIX,
-    "suffix, by batch": {
-        **SUFFIX,
+    "n-gram": {
+        "method": "ngram",
+        "num_speculative_tokens": 8,
         "num_speculative_tokens_per_batch_size": [[1, 8, 8], [9, 48, 2]],
+        "prompt_lookup_max": 4,
     },
+    "suffix": {"method": "suffix", "num_speculative_tokens": 8},
 }
 GROUPS, SIBLINGS, QUESTS = 4, 8, 16
 # A replica of few parameters is slow to warm up where a CPU has no bfloat16.

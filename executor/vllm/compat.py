@@ -134,6 +134,9 @@ def _refused(config: Any) -> Iterator[tuple[object, str, str]]:  # noqa: ANN401 
     drafts, option = config.speculative_config, "--speculative-config"
     method = getattr(drafts, "method", None)
     yield method not in (None, *DRAFTS), undrafted(str(method)), option
+    table = getattr(drafts, "num_speculative_tokens_per_batch_size", None)
+    # The suffix proposer of vLLM 0.32 fails at the first step of another number.
+    yield method == "suffix" and table, "suffix drafts by size of batch", option
     if method == "eagle":
         head = Path(config.model_config.model) / "draft"
         yield Path(drafts.model) != head, f"drafts of a head outside of {head}", option

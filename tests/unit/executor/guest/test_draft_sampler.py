@@ -72,15 +72,27 @@ def test_each_draft_gets_the_value_of_its_request() -> None:
     assert _expanded(torch.tensor([3, 4, 5]), ends, 5).tolist() == [3, 3, 5, 5, 5]
 
 
+TABLE = "num_speculative_tokens_per_batch_size"
+
+
 @pytest.mark.parametrize(
-    ("model", "refused"),
-    [("policy/draft", False), ("policy/draft/", False), ("elsewhere/draft", True)],
+    ("drafts", "refused"),
+    [
+        ({"method": "eagle", "model": "policy/draft"}, ""),
+        ({"method": "eagle", "model": "policy/draft/"}, ""),
+        ({"method": "eagle", "model": "elsewhere/draft"}, "policy/draft"),
+        ({"method": "ngram", TABLE: [(1, 8, 2)]}, ""),
+        ({"method": "suffix", TABLE: None}, ""),
+        ({"method": "suffix", TABLE: [(1, 8, 2)]}, "suffix drafts by size of batch"),
+    ],
 )
-def test_a_head_has_its_place_in_the_policys_folder(model: str, refused: bool) -> None:
+def test_a_replica_has_drafts_that_its_vllm_can_carry_out(
+    drafts: dict[str, object], refused: str
+) -> None:
     config = SimpleNamespace(
-        speculative_config=SimpleNamespace(method="eagle", model=model),
+        speculative_config=SimpleNamespace(**drafts),
         model_config=SimpleNamespace(model="policy", logits_processors=None),
         kv_transfer_config=None,
     )
-    with pytest.raises(ExecutorError, match="policy/draft") if refused else nullcontext():
+    with pytest.raises(ExecutorError, match=refused) if refused else nullcontext():
         check_features(config)
