@@ -39,6 +39,8 @@ MOST_S: Final = 1.0
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Time before and after a round.
 QUIET_S, AFTER_S = 2.0, 1.0
+# A slow CPU takes minutes to run every size of step.
+WARM_UP_S = 300.0
 
 
 def adapter_of(base: Mapping[str, TensorBits], r: int, seed: int) -> "dict[str, torch.Tensor]":
@@ -93,10 +95,11 @@ def measure(root: Path, model: TinyModel, r: int, rounds: int) -> dict[str, Any]
     model.save(root / "model")
     base = read_model_dir(root / "model")
     weights = sum(tensor.bits.size for tensor in base.values())
-    replica = {"lora": {"max_rank": r, "max_adapters": 2}, "stream_interval": 1}
+    lora = {"max_rank": r, "max_adapters": 2}
+    replica = {"lora": lora, "stream_interval": 1, "warm_up_s": WARM_UP_S}
     found = []
     with TrainerStack(root / "stack", root / "model", replica=replica) as stack:
-        stack.wait_ready()
+        stack.wait_ready(2 * WARM_UP_S)
         turns = RunningTurns(stack.gateway, stack.job, model.vocabulary)
         turns.start()
         with PolicyPublisher(stack.settings(replicas=1)) as publisher:
