@@ -5,6 +5,7 @@ trace       writes a generated trace in the Azure format, as uneven as the recor
 validate    plays a measured run in the simulator, and shows its error beside the repeats' spread
 readings    varies what the ROSE paper leaves open, and shows which readings its figures fit
 adds        compares policies under those that fit, and shows what drafts and parts of steps add
+predictor   plays `rose` with the router's length predictor, and with one length for all turns
 
 Calibrated is by the first load: the host's step times, how long its API process takes, and how much
 longer a guest's step takes beside a busy host than alone (they share cores' caches and memory, and
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean, geometric_mean, median
+from unittest.mock import patch
 
 import msgspec
 
@@ -38,6 +40,7 @@ from bench.coserve.plan import (
 from bench.coserve.records import CoserveBlockRecord, CoserveRecords, read_run, written
 from bench.load.protocol import Request as HostRequest
 from bench.load.protocol import write_trace
+from elastic_scheduler.routing.predictors import LengthPredictor
 from executor.step_log import STEP, StepRecord, read_step_log
 from rose.command_line.output import Format, Table, View, write
 from rose.errors import RoseError
@@ -60,7 +63,7 @@ from rose.simulation import (
 from rose.simulation.setups import FROZEN_LAKE_8B, setup_scenario
 from rose.simulation.tables import ROWS as PAPER_ROWS
 from rose.simulation.workloads.amounts import LogNormal
-from rose.simulation.workloads.episodes import FROZEN_LAKE
+from rose.simulation.workloads.episodes import FROZEN_LAKE, SessionFile
 from slo import SloSpec, StepProfile, StepSample, fit_profile, percentile
 
 MEASURED = Path("bench/results/simulation/measured.json")
@@ -92,6 +95,8 @@ READINGS = (
 """Episodes a step, length of answers and rate of users as multiples of the usual ones."""
 FROZEN = ((256, 1.0, 1.0), (4_096, 1.0, 0.25), (4_096, 1.0, 0.5))
 """Readings under which policies are compared."""
+# Tokens of each turn for a router that predicts no lengths.
+ONE_LENGTH = 128
 PEERS = ("fixed", "rlboost", "libra", "paper")
 HEAD = ("LOAD", "FIGURE", "MEASURED", "REPEATS", "SIMULATED", "OFF", "VERDICT")
 
@@ -516,6 +521,10 @@ def _parser() -> argparse.ArgumentParser:
     adds.add_argument("--drafts", type=float, required=True, metavar="X", help="tokens of a step")
     adds.add_argument("--workers", type=int, metavar="N", help="default: one a core")
     adds.set_defaults(run=_adds)
+    predictor = commands.add_parser("predictor", help="what predictions of lengths are worth")
+    predictor.add_argument("sessions", type=Path, nargs="?", help="recorded ones, not FrozenLake's")
+    predictor.add_argument("--seeds", type=int, default=4, metavar="N")
+    predictor.set_defaults(run=_predictor)
     return parser
 
 
@@ -616,6 +625,27 @@ def _adds(args: argparse.Namespace) -> int:
     head = ("READING", "WITH", *(name.upper() for name in (*PEERS, "rose")))
     head += ("OVER THE BEST", "OVER THE BEST WITH BOTH")
     write(View({}, (), (Table(head, tuple(rows), right=frozenset(head[2:])),)), Format.TABLE)
+    return 0
+
+
+def _predictor(args: argparse.Namespace) -> int:
+    scenario = setup_scenario("frozen_lake-8b", steps=2, scale=0.25)
+    if args.sessions is not None:
+        scenario = replace(scenario, rollouts=SessionFile.read(args.sessions), until_s=36_000.0)
+    rows = []
+    for seed in range(args.seeds):
+        asked = SimulatedRun(scenario, "rose", seed)
+        predicted = carry_out(asked).tokens_per_s
+        with (
+            patch.object(LengthPredictor, "expected", lambda *given: min(given[-1], ONE_LENGTH)),
+            patch.object(LengthPredictor, "is_long", lambda *_: False),
+        ):
+            same = carry_out(asked).tokens_per_s
+        rows.append((f"{seed}", f"{predicted:.0f}", f"{same:.0f}", f"{predicted / same:.3f}"))
+    mean = geometric_mean(float(row[-1]) for row in rows)
+    rows.append(("all", "", "", f"{mean:.3f}"))
+    head = ("SEED", "TOKENS/S PREDICTED", "TOKENS/S ONE LENGTH", "RATIO")
+    write(View({}, (), (Table(head, tuple(rows), right=frozenset(head)),)), Format.TABLE)
     return 0
 
 
