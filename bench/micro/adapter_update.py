@@ -96,7 +96,7 @@ def measure(root: Path, model: TinyModel, r: int, rounds: int) -> dict[str, Any]
     base = read_model_dir(root / "model")
     weights = sum(tensor.bits.size for tensor in base.values())
     lora = {"max_rank": r, "max_adapters": 2}
-    replica = {"lora": lora, "stream_interval": 1, "warm_up_s": WARM_UP_S}
+    replica = {"lora": lora, "stream_interval": 1, "warm_up_s": WARM_UP_S, "dtype": model.dtype}
     found = []
     with TrainerStack(root / "stack", root / "model", replica=replica) as stack:
         stack.wait_ready(2 * WARM_UP_S)
