@@ -35,7 +35,7 @@ unit-light: install
 	$(UNIT) -n 4 -p tests.without_torch tests/unit $(ARGS)
 
 engine: install
-	$(BIN)/pytest -q tests/engine -m "not nightly" --max-engine-starts=35 --durations=25 $(ARGS)
+	$(BIN)/pytest -q tests/engine -m "not nightly" --max-engine-starts=36 --durations=25 $(ARGS)
 
 # Trainers of others, each in an environment of its own, and the clients of scripts/trainer-clients. Those that are not there are skipped.
 TRAINERS ?= trl

@@ -359,10 +359,15 @@ class VllmRequest(StampedRequest):
         processor = self._state.logprobs_processor if self._state and _can_drop_all() else None
         if processor is not None and len(processor.logprobs) >= count:
             processor.logprobs = processor.logprobs[count:]
-        pack = top_rows(self._most).pack
-        # The sampled token is each position's first entry.
-        places = [(start + 1, start + 1 + self._most) for start in flat.start_indices[:count]]
-        return [pack(*flat.token_ids[a:b], *flat.logprobs[a:b]) for a, b in places]
+        pack, rows = top_rows(self._most).pack, list[bytes]()
+        for start, end in zip(flat.start_indices[:count], flat.end_indices, strict=False):
+            # The sampled token is the first entry, and once more among the others if it is likely:
+            # but for positions of outputs that vLLM joined, which have each token once.
+            at: Sequence[int] = range(start + 1, end)
+            if len(at) < self._most:
+                at = sorted(range(start, end), key=flat.ranks.__getitem__)
+            rows.append(pack(*[flat.token_ids[k] for k in at], *[flat.logprobs[k] for k in at]))
+        return rows
 
 
 class VllmEngine:

@@ -18,8 +18,10 @@ def logprob_of(token: int) -> float:
 
 class FakeAsyncLLM:
     """Every step gives each request its next token: 0, 1, 2, … with logprob -token / 4; the most
-    likely ones are 99, 100, … with logprobs -9, -10, …
+    likely ones are 99, 100, … with logprobs -9, -10, … With `rank` the next token is one of them.
     """
+
+    rank = 0
 
     def __init__(self, stream_interval: int = 1) -> None:
         self.output_processor = OutputProcessor(
@@ -99,11 +101,11 @@ class FakeAsyncLLM:
         for name, state in self.output_processor.request_states.items():
             token = state.detokenizer.num_output_tokens()
             likely = range(max(1, state.logprobs_processor.num_logprobs))
-            logprobs = LogprobsLists(
-                np.array([[token, *[99 + each for each in likely]]]),
-                np.array([[logprob_of(token), *[-9.0 - each for each in likely]]]),
-                np.array([1]),
-            )
+            ids = np.array([[token, *[99 + each for each in likely]]])
+            values = np.array([[logprob_of(token), *[-9.0 - each for each in likely]]])
+            if self.rank <= len(likely):
+                ids[0, self.rank], values[0, self.rank] = token, logprob_of(token)
+            logprobs = LogprobsLists(ids, values, np.array([self.rank or 1]))
             outputs.append(
                 EngineCoreOutput(
                     name,

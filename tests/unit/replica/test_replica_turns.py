@@ -548,11 +548,13 @@ async def test_a_prompts_logprobs_come_before_its_first_token_in_short_lines(
 
 @pytest.mark.parametrize("stream_interval", [1, 3])
 @pytest.mark.parametrize("unread", [False, True])
+@pytest.mark.parametrize("rank", [0, 1, 3])
 async def test_the_most_likely_tokens_come_with_each_token(
-    monkeypatch: pytest.MonkeyPatch, stream_interval: int, unread: bool
+    monkeypatch: pytest.MonkeyPatch, stream_interval: int, unread: bool, rank: int
 ) -> None:
     monkeypatch.setattr(engine_module, "LINE_COLUMN_BYTES", 70)
     served = ServedTurns(stream_interval)
+    served.engine.rank = rank
     plain = await served.begin(request_id="plain")
     begun = await served.begin(sampling={"max_tokens": 9, "logprobs": 4})
     states = served.engine.output_processor.request_states
@@ -566,11 +568,15 @@ async def test_the_most_likely_tokens_come_with_each_token(
     await plain.done()
     assert tokens(begun.lines) == tokens(plain.lines) == [*range(7)]
     assert not any("top_logprobs" in line for line in plain.lines)
-    row = struct.pack("<4i4f", 99, 100, 101, 102, -9, -10, -11, -12)
+    likely = {1: (99, -9.0), 2: (100, -10.0), 3: (101, -11.0), 4: (102, -12.0)}
     for line in begun.lines:
-        top = base64.b64decode(line.get("top_logprobs", ""))
-        assert top == row * len(line.get("token_ids", ()))
-        assert len(top) <= 70
+        rows = b""
+        for token in line.get("token_ids", ()):
+            own = {rank: (token, logprob_of(token))} if rank else {}
+            ids, values = zip(*(likely | own).values(), strict=True)
+            rows += struct.pack("<4i4f", *ids, *values)
+        assert base64.b64decode(line.get("top_logprobs", "")) == rows
+        assert len(rows) <= 70
 
 
 def routes_of(lines: list[dict[str, Any]]) -> bytes:
