@@ -96,16 +96,15 @@ class _Step:
     """Step that is running. chunks: prompt tokens of each sequence. count: decoding sequences in
     it. left_out: those not in it.
 
-    made: tokens of each sequence of `count`; of a leap `tokens` has them. lost: sequences of
-    `count` that ended while it ran. ends_ns: end of each step of a leap. tokens: those of a
-    sequence up to the end of each. passed: number of those steps that are over and counted.
+    lost: sequences of `count` that ended while it ran. ends_ns: end of each step of a leap. tokens:
+    those of a sequence of `count` up to the end of each, or of the one step. passed: number of
+    those steps that are over and counted.
     """
 
     chunks: list[tuple[Sequence, int]]
     count: int
     left_out: tuple[Sequence, ...]
     work: StepWork
-    made: int = 1
     lost: int = 0
     ends_ns: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -300,7 +299,7 @@ class ModelledEngine:
 
     @staticmethod
     def _since(step: _Step, over: int) -> int:
-        """Return a sequence's tokens of a leap's steps up to `over`, which are not counted yet."""
+        """Return a sequence's tokens of the steps up to `over`, which are not counted yet."""
         return step.tokens[over - 1] - (step.tokens[step.passed - 1] if step.passed else 0)
 
     def _land(self) -> None:
@@ -357,7 +356,8 @@ class ModelledEngine:
         if step.ends_ns:
             takes_s = (step.ends_ns[-1] - now_ns) / NS
         else:
-            takes_s, step.made = self._decode(work)
+            takes_s, made = self._decode(work)
+            step.tokens.append(made)
         self.card.begin(self.tenant, takes_s, self._end)
 
     def begun(self, work: StepWork) -> None:
@@ -378,7 +378,7 @@ class ModelledEngine:
         self.last_step_ns, self.last_end_ns = took_ns, now_ns
         self.prefilled_tokens += step.work.prefill_tokens
         if step.count:
-            made = self._since(step, len(step.tokens)) if step.tokens else step.made
+            made = self._since(step, len(step.tokens))
             self.count += made
             for left_out in step.left_out:
                 left_out.lag += made
