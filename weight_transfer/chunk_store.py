@@ -6,7 +6,8 @@ root/manifests/<version>.manifest       delta: how a version follows from its pa
 root/manifests/<version>.base.manifest  base: all weights of a version
 root/manifests/<job>@<version>….manifest  a reader's, if another job's version has that number
 
-Folders have mode 0700 and files 0600. Files and folders appear whole or not at all.
+Folders have mode 0700 and files 0600. Files and folders appear whole or not at all; chunks that
+were fetched are not durable, since their source has them.
 """
 
 from __future__ import annotations
@@ -126,14 +127,13 @@ class ChunkStore:
         return open(self.part_path(name), "a+b", opener=private)
 
     def adopt(self, name: str, part: BinaryIO) -> None:
-        """Move the partial file of a chunk into the store durably.
+        """Move the partial file of a chunk into the store.
 
-        The caller has verified its digest.
+        The caller has verified its digest. A power cut may damage it: `mend` finds that, and the
+        chunk is fetched again. Hundreds of an adapter's would each wait for the disk.
         """
         part.flush()
-        os.fsync(part.fileno())
         self.part_path(name).replace(self.chunks_dir / name)
-        sync(self.chunks_dir)
 
     def has(self, name: str) -> bool:
         """Return True if a chunk's file exists; its bytes are not verified."""

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 from executor.engine_surfaces import EngineVersions
 from executor.errors import ExecutorError
 
-TESTED: Final = ("0.25.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
+TESTED: Final = ("0.25.0", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 VERSIONS: Final = EngineVersions("vLLM", "vllm", TESTED, ("0.25.0", "0.34.0"))
 check_version: Final = VERSIONS.check
 DRAFTS: Final = ("ngram", "suffix", "mtp", "eagle")

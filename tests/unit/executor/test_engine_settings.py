@@ -188,16 +188,16 @@ def test_probed_versions_are_refused_where_only_tested_ones_are_allowed(
     monkeypatch.setenv(VERSIONS, "tested")
     check_version(HOST, TESTED[0])
     with pytest.raises(
-        ExecutorError, match=r"not tested with vLLM 0\.28\.0; .*ROSE_ENGINE_VERSIONS"
+        ExecutorError, match=r"not tested with vLLM 0\.33\.0; .*ROSE_ENGINE_VERSIONS"
     ):
-        check_version(HOST, "0.28.0")
+        check_version(HOST, "0.33.0")
 
 
 def test_a_version_that_lacks_a_name_says_which() -> None:
     with pytest.raises(
-        ExecutorError, match=r"vLLM 0\.28\.0 has no Scheduler\.gone or away; install one"
+        ExecutorError, match=r"vLLM 0\.33\.0 has no Scheduler\.gone or away; install one"
     ):
-        check_version(["v1.core.sched.scheduler:Scheduler[running, gone|away]"], "0.28.0")
+        check_version(["v1.core.sched.scheduler:Scheduler[running, gone|away]"], "0.33.0")
 
 
 ENGINE = """

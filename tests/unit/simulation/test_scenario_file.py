@@ -173,7 +173,7 @@ def test_a_sweep_around_says_which_constants_matter(
 ) -> None:
     file = tmp_path / "scenario.yaml"
     file.write_text(WHOLE)
-    few = {name: CONSTANTS[name] for name in ("sticky_margin", "cooldown_s")}
+    few = {name: CONSTANTS[name] for name in ("sticky_margin", "linger_s")}
     for module in (commands, tables):
         monkeypatch.setattr(module, "CONSTANTS", few)
     words = ["sweep", str(file), "--until-s", "0.5", "--workers", "1", "--around", "0.2"]
@@ -182,10 +182,10 @@ def test_a_sweep_around_says_which_constants_matter(
     assert main(["sim", *words]) == 0
     said = capsys.readouterr().out
     assert "as it is" in said
-    assert "cooldown_s=8" in said
-    assert "cooldown_s=12" in said
+    assert "linger_s=20" in said
+    assert "linger_s=30" in said
     assert "MATTERS" in said
-    assert usual_value("cooldown_s") == 10
+    assert usual_value("linger_s") == 25
 
 
 def test_a_scaled_set_up_leaves_each_card_its_work() -> None:

@@ -19,6 +19,7 @@ from weight_transfer.errors import (
     StoreError,
     WrongBaseError,
 )
+from weight_transfer.format.chunk import chunk_id
 from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.version_publisher import VersionPublisher
@@ -223,17 +224,24 @@ def durable(path: Path, synced: list[tuple[int, str]]) -> bool:
     return synced[at][1] != str(path) and path.parent.stat().st_ino in inodes[at:]
 
 
-def test_a_chunk_a_part_and_a_manifest_survive_a_power_cut(
+def test_what_is_published_survives_a_power_cut_and_what_is_fetched_is_fetched_again(
     tmp_path: Path, synced: list[tuple[int, str]]
 ) -> None:
     store = ChunkStore(tmp_path.resolve())
     chained(store, 2)
-    with store.open_part("ab" * 32) as part:
-        part.write(b"some")
-        store.adopt("ab" * 32, part)
     whole = [file.path for file in store.files()]
     assert len(whole) > 3
     assert [path for path in whole if not durable(path, synced)] == []
+    synced.clear()
+    name = chunk_id(b"some")
+    with store.open_part(name) as part:
+        part.write(b"some")
+        store.adopt(name, part)
+    assert synced == []
+    assert store.get(name) == b"some"
+    os.truncate(store.chunks_dir / name, 0)
+    assert store.mend(name)
+    assert not store.has(name)
 
 
 def test_a_draft_is_durable_in_its_folder(tmp_path: Path, synced: list[tuple[int, str]]) -> None:
