@@ -135,6 +135,17 @@ class ChunkStore:
         part.flush()
         self.part_path(name).replace(self.chunks_dir / name)
 
+    def keep(self, name: str, encoded: bytes) -> bool:
+        """Store a chunk that was received whole, as `adopt` does; return False, and store nothing,
+        for bytes that are not the chunk's.
+        """
+        if chunk_id(encoded) != name:
+            return False
+        with open(self.part_path(name), "wb", opener=private) as part:
+            part.write(encoded)
+            self.adopt(name, part)
+        return True
+
     def has(self, name: str) -> bool:
         """Return True if a chunk's file exists; its bytes are not verified."""
         return (self.chunks_dir / name).is_file()

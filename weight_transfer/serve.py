@@ -3,6 +3,8 @@
 GET /manifests/{version}        signed manifest of a delta, `{version}.base` of a base; `?job=`
                                 names the job, since versions of two jobs have the same numbers
 GET /chunks/{blake3}            encoded bytes, `Range: bytes=N-` goes on at byte N; 202: in line
+POST /chunks                    [blake3, …] of small chunks that are stored: their encoded bytes,
+                                one after the other
 POST /chunks/{blake3}/doubt     the chunk arrived corrupt: a relay drops a damaged copy, a publisher
                                 drops the versions that need it too
 GET /catalog                    all published versions, signed (`publisher_client`); of a publisher
@@ -25,6 +27,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import unquote
 
 import msgspec
@@ -36,7 +39,7 @@ from weight_transfer.catalog import ReadLeases
 from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import ReadLeaseError, TransferError, WeightError
 from weight_transfer.fetch.download import BLOCK_BYTES, HELD, JOB, MANIFEST, Download
-from weight_transfer.fetch.fetcher import ChunkFetcher
+from weight_transfer.fetch.fetcher import MOST_TOGETHER, SMALL_BYTES, ChunkFetcher
 from weight_transfer.fetch.limits import Asked, Traffic
 from weight_transfer.fetch.nccl import GROUP, GroupLead
 from weight_transfer.fetch.publisher_client import (
@@ -65,6 +68,9 @@ class Signer:
     key: SigningKey
 
 
+_Name = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+_Names = Annotated[list[_Name], msgspec.Meta(max_length=MOST_TOGETHER)]
+_read_names = msgspec.json.Decoder(_Names).decode
 _read_asked = msgspec.json.Decoder(LeaseBody).decode
 
 
@@ -113,6 +119,7 @@ class VersionRoutes:
             r"/manifests/{version:\d{1,18}(\.base)?}", self._manifest, allow_head=False
         )
         app.router.add_get("/chunks/{name:[0-9a-f]{64}}", self._chunk, allow_head=False)
+        app.router.add_post("/chunks", self._chunks)
         app.router.add_post("/chunks/{name:[0-9a-f]{64}}/doubt", self._doubt)
         app.router.add_get(CATALOG, self._catalog)
         app.router.add_post(LEASES, self._lease)
@@ -165,6 +172,26 @@ class VersionRoutes:
                 raise web.HTTPNotFound(text=f"chunk {name} is not here")
             return await self._forwarder.answer(request, name)
         return await self._stored(name)
+
+    async def _chunks(self, request: web.Request) -> web.Response:
+        self._admit(request)
+        try:
+            names = _read_names(await request.read())
+        except MALFORMED as error:
+            raise web.HTTPBadRequest(text=f"no names of chunks: {error!s:.200}") from error
+        body = await asyncio.to_thread(self._together, names)
+        if body is None:
+            raise web.HTTPNotFound(text="not all of these chunks are here, and small")
+        self._traffic.served_bytes += len(body)
+        return web.Response(body=body, content_type="application/octet-stream")
+
+    def _together(self, names: list[str]) -> bytes | None:
+        """Return the bytes of these chunks, None unless all are there and small."""
+        paths = [self._store.chunks_dir / name for name in names]
+        with contextlib.suppress(FileNotFoundError):
+            if all(path.stat().st_size <= SMALL_BYTES for path in paths):
+                return b"".join(path.read_bytes() for path in paths)
+        return None
 
     async def _stored(self, name: str) -> web.StreamResponse:
         return _MeteredFile(self._store.chunks_dir / name, self._meter, self._traffic)

@@ -23,13 +23,19 @@ class CorruptServer(VersionServer):
         self._answered: set[str] = set()
 
     async def _stored(self, name: str) -> web.StreamResponse:
-        body = await asyncio.to_thread(self._store.get, name)
+        return web.Response(body=await asyncio.to_thread(self._sent, name))
+
+    def _together(self, names: list[str]) -> bytes:
+        return b"".join(map(self._sent, names))
+
+    def _sent(self, name: str) -> bytes:
+        body = self._store.get(name)
         first = name not in self._answered
         self._answered.add(name)
         if first and len(self._answered) % self.every == 0:
             middle = len(body) // 2
             body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
-        return web.Response(body=body)
+        return body
 
 
 class CorruptPublisher(WeightPublisher):

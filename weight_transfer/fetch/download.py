@@ -202,14 +202,18 @@ async def whole_reply(
     timeout: aiohttp.ClientTimeout,
     most: int,
     arrived: Callable[[int], Awaitable[None]] | None = None,
+    asked: bytes | None = None,
 ) -> bytearray:
-    """Return the body of a GET reply of at most `most` bytes.
+    """Return the body of a GET reply of at most `most` bytes, of a POST reply with a body `asked`.
 
     `arrived` is awaited with the size of each part. Raises SourceError for a longer body or a
     status other than 200. The bytes are not copied: copying would hold the interpreter's lock.
     """
     body = bytearray()
-    async with session.get(url, timeout=timeout, allow_redirects=False) as response:
+    method = "GET" if asked is None else "POST"
+    async with session.request(
+        method, url, data=asked, timeout=timeout, allow_redirects=False
+    ) as response:
         if response.status != 200:
             raise SourceError(refusal(url, response.status))
         async for part in response.content.iter_any():

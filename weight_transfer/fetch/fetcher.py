@@ -16,7 +16,7 @@ import logging
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from urllib.parse import quote
 from weakref import WeakValueDictionary
 
 import aiohttp
+import msgspec
 
 from weight_transfer import (
     ChunkRef,
@@ -64,6 +65,10 @@ KNOWN_WITHIN_S = 2.0
 _MANIFEST = re.compile(r"manifests/([0-9]{1,18})(\.base)?")
 _log = logging.getLogger(__name__)
 CHUNKS_AT_ONCE = 16
+# Larger chunks are received alone, so that what came of one is not lost with its connection.
+SMALL_BYTES = 64 << 10
+LEAST_TOGETHER, MOST_TOGETHER = 2, 256
+encode_names = msgspec.json.Encoder().encode
 
 
 def ignore_reject(_: str) -> None:
@@ -114,6 +119,7 @@ class ChunkFetcher:
         self._members = frozenset(members)
         self._scores = PeerScores()
         self._gate = asyncio.Semaphore(PARALLEL_CHUNKS)
+        self._bringing = asyncio.Lock()
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: dict[str, asyncio.Task[Any]] = {}
         self._downloads: dict[str, Download] = {}
@@ -214,6 +220,62 @@ class ChunkFetcher:
         # A waiter that is cancelled must not cancel the download of the others.
         received: int = await asyncio.shield(task)
         return received if mine else 0
+
+    async def bring_small(
+        self, missing: dict[str, ChunkRef], on_reject: Callable[[str], None] = ignore_reject
+    ) -> int:
+        """Bring small chunks of known manifests into the store, many with one request, and take
+        them out of `missing`; return the bytes received.
+
+        A request for each of an adapter's hundreds costs more than its bytes. What does not come
+        stays in `missing`, to be asked for alone; what came corrupt is told to `on_reject`. A
+        cluster's relays share their chunks one by one.
+        """
+        if self._me or self._members:
+            return 0
+        by_origin: dict[str, list[ChunkRef]] = {}
+        for ref in missing.values():
+            where = self._where(ref.id)
+            if where and ref.encoded_bytes <= SMALL_BYTES:
+                by_origin.setdefault(where[1], []).append(ref)
+        received = 0
+        for origin, refs in by_origin.items():
+            for at in range(0, len(refs), MOST_TOGETHER):
+                some = refs[at : at + MOST_TOGETHER]
+                size, sound = await self._together(origin, some, on_reject)
+                received += size
+                for name in sound:
+                    del missing[name]
+        return received
+
+    async def _together(
+        self, origin: str, refs: Sequence[ChunkRef], on_reject: Callable[[str], None]
+    ) -> tuple[int, Collection[str]]:
+        """Ask for these chunks with one request; return the bytes received, and which chunks are
+        stored by it.
+        """
+        receiving, store = self._receiving, self._receiving.store
+        timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=SILENCE_TIMEOUT_S)
+        # Another replica of this node may be at the same version.
+        async with self._bringing, self._gate:
+            refs = [ref for ref in refs if not store.has(ref.id) and ref.id not in self._tasks]
+            if len(refs) < LEAST_TOGETHER:
+                return 0, ()
+            names = encode_names([ref.id for ref in refs])
+            size = sum(ref.encoded_bytes for ref in refs)
+            try:
+                body = await whole_reply(
+                    self._session, f"{origin}/chunks", timeout, size, receiving.arrived, names
+                )
+            except ATTEMPT_FAILURES:
+                return 0, ()
+            receiving.traffic.fetched(len(body), from_publisher=True)
+            sound = await receiving.work(partial(_kept, store, refs, body))
+        for ref in refs:
+            if ref.id not in sound:
+                receiving.traffic.rejected_chunks += 1
+                on_reject(ref.id)
+        return len(body), sound
 
     def follow(self, job: str, origin: str, verify_key: VerifyKey | None) -> None:
         """Set the origin and key with which this node fetches a job's versions when neighbours
@@ -463,6 +525,7 @@ async def _chunks(
         shared = partial(fetcher.obtain, on_reject=on_reject)
         size = await fetcher.group.bring(manifest, receiving, shared, on_reject)
     missing = await receiving.work(partial(_missing, receiving.store, manifest, on_reject))
+    size += await fetcher.bring_small(missing, on_reject)
     return size + await _obtained(fetcher, missing.values(), on_reject)
 
 
@@ -489,6 +552,16 @@ async def _obtained(
     finally:
         for task in tasks:  # Of a version that lacks a chunk the others need not come now.
             task.cancel()
+
+
+def _kept(store: ChunkStore, refs: Iterable[ChunkRef], body: bytearray) -> set[str]:
+    """Store the chunks that follow each other in a reply; return the names of the sound ones."""
+    at, kept = 0, set[str]()
+    for ref in refs:
+        if store.keep(ref.id, bytes(body[at : at + ref.encoded_bytes])):
+            kept.add(ref.id)
+        at += ref.encoded_bytes
+    return kept
 
 
 def _missing(

@@ -31,7 +31,7 @@ from weight_transfer.format.signing import Envelope, Keys, Kind, key_of
 
 CATALOG: Final = "/catalog"
 LEASES: Final = "/leases"
-MOST_BODY_BYTES: Final = 4_096
+MOST_BODY_BYTES: Final = 1 << 15
 MOST_DELTAS: Final = 3_072
 MOST_BASES: Final = 256
 # The longest entry, three numbers of 19 digits, takes 64 bytes.

@@ -7,6 +7,7 @@ from pathlib import Path
 from unittest.mock import AsyncMock
 
 import aiohttp
+import msgspec
 import pytest
 
 from bench.demo.faulty_trainer import CorruptServer
@@ -31,11 +32,13 @@ from weight_transfer import (
     VersionPublisher,
     WeightError,
 )
+from weight_transfer import serve as serve_module
 from weight_transfer.catalog import ReadLeases
 from weight_transfer.errors import FetchError
 from weight_transfer.fetch import ChunkFetcher, PublisherClient
 from weight_transfer.fetch import fetcher as fetcher_module
 from weight_transfer.fetch.download import Download
+from weight_transfer.fetch.limits import Asked, ReplyKind
 from weight_transfer.serve import Signer
 
 
@@ -48,6 +51,67 @@ async def test_a_corrupted_chunk_is_noticed_and_fetched_again(tmp_path: Path) ->
         assert rejected, "the control corrupts some chunks"
         assert all(fetcher.receiving.store.has(ref.id) for ref in manifest.chunks)
     assert found.wire_bytes > manifest.wire_bytes
+
+
+async def test_small_chunks_come_with_one_request_and_two_replicas_share_it(tmp_path: Path) -> None:
+    store, manifest = published(tmp_path / "from")
+    assert len(manifest.chunks) > 3
+    async with serving(store) as server, reading(tmp_path / "to") as fetcher:
+        first, second = await asyncio.gather(*(fetched(fetcher, server.url) for _ in range(2)))
+        once = manifest.wire_bytes + store.manifest_path(1).stat().st_size
+        assert first.wire_bytes + second.wire_bytes == once
+        assert server._traffic.answers[Asked.CHUNK, ReplyKind.SENT] == 1
+        assert server._traffic.served_bytes == manifest.wire_bytes
+        assert all(fetcher.receiving.store.get(ref.id) for ref in manifest.chunks)
+
+
+@pytest.mark.parametrize("lack", ["the route", "a chunk"])
+async def test_small_chunks_come_alone_where_they_do_not_come_together(
+    tmp_path: Path, lack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, manifest = published(tmp_path / "from")
+    if lack == "the route":
+        monkeypatch.setattr(serve_module, "MOST_BODY_BYTES", 1)
+    else:
+        missing = manifest.chunks[0].id
+        (store.chunks_dir / missing).unlink()
+    async with serving(store) as server, reading(tmp_path / "to") as fetcher:
+        if lack == "the route":
+            await fetched(fetcher, server.url)
+        else:
+            with pytest.raises(FetchError, match=missing):
+                await fetched(fetcher, server.url)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"no JSON", 400),
+        (b'["../manifests/1.manifest"]', 400),
+        (msgspec.json.encode(["0" * 64] * (fetcher_module.MOST_TOGETHER + 1)), 400),
+        (msgspec.json.encode(["0" * 64]), 404),
+        (b'"' + b"0" * (1 << 15) + b'"', 413),
+    ],
+)
+async def test_chunks_together_are_asked_for_by_name(
+    tmp_path: Path, body: bytes, status: int
+) -> None:
+    store, _ = published(tmp_path)
+    async with (
+        serving(store) as server,
+        aiohttp.ClientSession() as session,
+        session.post(f"{server.url}/chunks", data=body) as reply,
+    ):
+        assert reply.status == status
+
+
+async def test_a_long_chunk_is_not_sent_together(tmp_path: Path) -> None:
+    store, _ = published(tmp_path)
+    names = [store.put(bytes(fetcher_module.SMALL_BYTES + more)) for more in (0, 1)]
+    async with serving(store) as server, aiohttp.ClientSession() as session:
+        for name, status in zip(names, (200, 404), strict=True):
+            async with session.post(f"{server.url}/chunks", json=[name]) as reply:
+                assert reply.status == status
 
 
 class JoblessStore(ChunkStore):
