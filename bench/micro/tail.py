@@ -108,18 +108,8 @@ def lakes(stack: TrainerStack, seed: int) -> Round:
 def quests(python: Path, game: Path, stack: TrainerStack, seed: int) -> Round:
     """Play one step of TextWorld, by the example. Raises ConfigError if it fails."""
     path = stack.folder / f"quests-{seed}.jsonl"
-    example = [str(python), str(ROOT / "examples/textworld_tools.py"), str(game), str(path)]
     began_s = time.monotonic()
-    done = subprocess.run(  # noqa: S603 - an example of this repository
-        [*example, str(QUESTS)],
-        env={**stack.environ(), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
-    if done.returncode:
-        raise ConfigError(f"{example[1]} ended with {done.returncode}: {done.stderr[-2_000:]}")
+    stack.said(python, "textworld_tools.py", str(game), str(path), str(QUESTS))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {
         "longest_s": max(row["seconds"] for row in rows),

@@ -161,6 +161,22 @@ class TrainerStack(ProcessFleet):
         """Add one more gateway of the same replicas, before anything is started."""
         self._add(name, f"--port={port}", *self._gateway_options, *options, command="gateway")
 
+    def said(self, python: Path, example: str, *argv: str) -> str:
+        """Return what an example of this repository prints, run by this interpreter with the
+        stack's settings. Raises ConfigError if it fails.
+        """
+        done = subprocess.run(  # noqa: S603 - an example of this repository
+            [str(python), str(ROOT / "examples" / example), *argv],
+            env={**self.environ(), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=RUN_S,
+            check=False,
+        )
+        if done.returncode:
+            raise ConfigError(f"{example} ended with {done.returncode}: {done.stderr[-3_000:]}")
+        return done.stdout
+
     def settings(self, **given: object) -> TrainerSettings:
         """Return the settings of a trainer of its job."""
         own: dict[str, Any] = {

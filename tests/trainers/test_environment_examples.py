@@ -7,7 +7,6 @@ fast. `scripts/trainer-env environments` makes the environment that the examples
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,21 +49,6 @@ def stack(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tr
         yield stack
 
 
-def said(python: Path, stack: TrainerStack, name: str, *argv: str) -> str:
-    """Return an example's output."""
-    done = subprocess.run(
-        [str(python), str(ROOT / "examples" / name), *argv],
-        env={**stack.environ(), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=RUN_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3_000:]
-    sys.stdout.write(done.stdout)
-    return done.stdout
-
-
 def rows(path: Path) -> list[dict[str, Any]]:
     found = [json.loads(line) for line in path.read_text().splitlines()]
     for row in found:
@@ -76,7 +60,7 @@ def test_a_policy_plays_both_seats_of_a_game(
     python: Path, stack: TrainerStack, tmp_path: Path
 ) -> None:
     games = tmp_path / "games.jsonl"
-    printed = said(python, stack, "textarena_self_play.py", str(games), "32")
+    printed = stack.said(python, "textarena_self_play.py", str(games), "32")
     assert len(re.findall(r"^seat \d: won \d+ of 32 games", printed, re.M)) == 2
     played = rows(games)
     assert len(played) == 64
@@ -91,7 +75,7 @@ def test_a_policy_calls_the_tools_of_a_quest(
     game, quests = tmp_path / "quest.z8", tmp_path / "quests.jsonl"
     make = [str(python.parent / "tw-make"), "tw-simple", "--rewards", "dense", "--goal", "detailed"]
     subprocess.run([*make, "--seed", "7", "--output", str(game)], check=True, timeout=RUN_S)
-    said(python, stack, "textworld_tools.py", str(game), str(quests), "16")
+    stack.said(python, "textworld_tools.py", str(game), str(quests), "16")
     played = rows(quests)
     assert len(played) == 16
     assert all(row["turns"] == 6 or row["done"] for row in played)
@@ -124,7 +108,7 @@ def test_the_episodes_of_verifiers_come_to_an_end_and_are_traced(
 def test_turns_that_read_and_turns_that_write_go_to_the_pools_that_suit_them(
     python: Path, stack: TrainerStack
 ) -> None:
-    printed = said(python, stack, "two_pools.py", "32")
+    printed = stack.said(python, "two_pools.py", "32")
     shares = {
         kind: {name: int(share) for name, share in re.findall(r"(\w+) (\d+)%", line)}
         for kind, line in re.findall(r"^(solve|judge): \d+ tokens by (.*)$", printed, re.M)
