@@ -26,8 +26,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 from urllib.parse import unquote
 
 import msgspec
@@ -182,8 +181,8 @@ class VersionRoutes:
         body = await asyncio.to_thread(self._together, names)
         if body is None:
             raise web.HTTPNotFound(text="not all of these chunks are here, and small")
-        self._traffic.served_bytes += len(body)
-        return web.Response(body=body, content_type="application/octet-stream")
+        answer = _ChunksReply(body=body, content_type="application/octet-stream")
+        return answer.counted_by(self._meter, self._traffic)
 
     def _together(self, names: list[str]) -> bytes | None:
         """Return the bytes of these chunks, None unless all are there and small."""
@@ -194,7 +193,8 @@ class VersionRoutes:
         return None
 
     async def _stored(self, name: str) -> web.StreamResponse:
-        return _MeteredFile(self._store.chunks_dir / name, self._meter, self._traffic)
+        answer = _ChunkReply(self._store.chunks_dir / name)
+        return answer.counted_by(self._meter, self._traffic)
 
     async def _catalog(self, request: web.Request) -> web.Response:
         self._admit(request)
@@ -247,24 +247,35 @@ class VersionRoutes:
         return web.Response(status=204)
 
 
-class _MeteredFile(web.FileResponse):
-    """Reply that sends a chunk's file, and records its bytes and duration in the link meter."""
+class _Metered(web.StreamResponse):
+    """Reply that is sent whole by `prepare`, its bytes and duration recorded in the link meter."""
 
-    def __init__(self, path: Path, meter: LinkMeter, traffic: Traffic) -> None:
-        super().__init__(path)
-        self._meter = meter
-        self._traffic = traffic
+    _meter: LinkMeter
+    _traffic: Traffic
+
+    def counted_by(self, meter: LinkMeter, traffic: Traffic) -> Self:
+        self._meter, self._traffic = meter, traffic
+        return self
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         peer, size = request.remote or "unknown", 0
         self._meter.began(peer, time.monotonic())
         try:
             writer = await super().prepare(request)
+            await self.write_eof()
             size = self.content_length or 0
             return writer
         finally:
             self._traffic.served_bytes += size
             self._meter.ended(peer, size, time.monotonic())
+
+
+class _ChunkReply(_Metered, web.FileResponse):
+    """Reply with a chunk's file."""
+
+
+class _ChunksReply(_Metered, web.Response):
+    """Reply with the bytes of small chunks."""
 
 
 def _expired(raw: bytes | bytearray) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -15,6 +16,7 @@ from rose.addresses import free_port
 from rose.rpc import rose_pb2 as pb
 from rose.weight_distribution import VersionServer, WeightPublisher
 from weight_transfer import ChunkStore, SigningKey, TensorBits
+from weight_transfer.fetch.fetcher import SMALL_BYTES
 from weight_transfer.format.delta_codec import Level
 from weight_transfer.publish.level import (
     BURST_BYTES,
@@ -156,13 +158,14 @@ async def test_a_publisher_encodes_for_the_link_that_its_server_saw(
 async def test_what_readers_take_of_a_server_is_measured(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     name = store.put(bytes(4 * MIB))
+    small = [store.put(bytes([index]) * SMALL_BYTES) for index in range(64)]
     server = VersionServer(store, free_port())
     meter = server._meter = Mock(wraps=LinkMeter())
     await server.start()
     assert server.link_bytes_s is None
     url, part = f"{server.url}/chunks/{name}", {"Range": f"bytes={MIB}-"}
     async with aiohttp.ClientSession() as session:
-        for headers, size in (({}, 4 * MIB), (part, 3 * MIB), ({}, 4 * MIB)):
+        for headers, size in (({}, 4 * MIB), (part, 3 * MIB)):
             async with session.get(url, headers=headers) as answer:
                 assert len(await answer.read()) == size
         async with session.get(f"{server.url}/chunks/{'0' * 64}") as answer:
@@ -170,6 +173,10 @@ async def test_what_readers_take_of_a_server_is_measured(tmp_path: Path) -> None
         # Its answer has no body, so nothing is to be measured.
         async with session.head(url) as answer:
             assert answer.status == web.HTTPMethodNotAllowed.status_code
+        assert server.link_bytes_s is None
+        async with session.post(f"{server.url}/chunks", data=msgspec.json.encode(small)) as answer:
+            assert len(await answer.read()) == 4 * MIB
+    assert server.link_bytes_s is not None
     sizes = [size for (_, size, _), _ in meter.ended.call_args_list]
     assert (meter.began.call_count, sizes) == (3, [4 * MIB, 3 * MIB, 4 * MIB])
     await server.close()
