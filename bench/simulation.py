@@ -5,7 +5,8 @@ trace       writes a generated trace in the Azure format, as uneven as the recor
 validate    plays a measured run in the simulator, and shows its error beside the repeats' spread
 readings    varies what the ROSE paper leaves open, and shows which readings its figures fit
 adds        compares policies under those that fit, and shows what drafts and parts of steps add
-predictor   plays `rose` with the router's length predictor, and with one length for all turns
+predictor   plays `rose` with the router's length predictor, with one length for all turns, and with
+            levels of a feedback queue
 
 Calibrated is by the first load: the host's step times, how long its API process takes, and how much
 longer a guest's step takes beside a busy host than alone (they share cores' caches and memory, and
@@ -40,6 +41,7 @@ from bench.coserve.plan import (
 from bench.coserve.records import CoserveBlockRecord, CoserveRecords, read_run, written
 from bench.load.protocol import Request as HostRequest
 from bench.load.protocol import write_trace
+from elastic_scheduler.routing import router
 from elastic_scheduler.routing.predictors import LengthPredictor
 from executor.step_log import STEP, StepRecord, read_step_log
 from rose.command_line.output import Format, Table, View, write
@@ -97,6 +99,8 @@ FROZEN = ((256, 1.0, 1.0), (4_096, 1.0, 0.25), (4_096, 1.0, 0.5))
 """Readings under which policies are compared."""
 # Tokens of each turn for a router that predicts no lengths.
 ONE_LENGTH = 128
+# Tokens of a turn, by level of the feedback queue.
+LEVELS = (32, 128, 512, 2_048)
 PEERS = ("fixed", "rlboost", "libra", "paper")
 HEAD = ("LOAD", "FIGURE", "MEASURED", "REPEATS", "SIMULATED", "OFF", "VERDICT")
 
@@ -628,23 +632,69 @@ def _adds(args: argparse.Namespace) -> int:
     return 0
 
 
+class OneLength(LengthPredictor):
+    """Arm without predictions: all turns are expected to be of one length."""
+
+    def expected(self, job: str, session: str, group: str, budget_tokens: int) -> int:
+        del job, session, group
+        return min(budget_tokens, ONE_LENGTH)
+
+    def is_long(self, job: str, expected_tokens: int) -> bool:
+        del job, expected_tokens
+        return False
+
+
+class FeedbackLevels(LengthPredictor):
+    """Arm with a multi-level feedback queue in place of predictions, after Libra's.
+
+    A trajectory begins on the level of the shortest turns. One that outgrows its level moves it up,
+    and one that comes back from its tool well below it moves it down.
+    """
+
+    def __init__(self, names_kept: int = 0) -> None:
+        super().__init__(names_kept)
+        self._levels: defaultdict[str, int] = defaultdict(int)
+
+    def observe(self, job: str, session: str, group: str, tokens: int) -> None:
+        del job, group
+        level = self._levels[session]
+        if tokens > LEVELS[level]:
+            self._levels[session] = min(level + 1, len(LEVELS) - 1)
+        elif level and tokens <= LEVELS[level - 1]:
+            self._levels[session] = level - 1
+
+    def forget(self, session: str) -> None:
+        self._levels.pop(session, None)
+
+    def expected(self, job: str, session: str, group: str, budget_tokens: int) -> int:
+        del job, group
+        return min(budget_tokens, LEVELS[self._levels[session]])
+
+    def is_long(self, job: str, expected_tokens: int) -> bool:
+        del job
+        return expected_tokens >= LEVELS[-1]
+
+
+LENGTH_ARMS = {"PREDICTED": LengthPredictor, "ONE LENGTH": OneLength, "FEEDBACK": FeedbackLevels}
+
+
 def _predictor(args: argparse.Namespace) -> int:
     scenario = setup_scenario("frozen_lake-8b", steps=2, scale=0.25)
     if args.sessions is not None:
         scenario = replace(scenario, rollouts=SessionFile.read(args.sessions), until_s=36_000.0)
-    rows = []
-    for seed in range(args.seeds):
-        asked = SimulatedRun(scenario, "rose", seed)
-        predicted = carry_out(asked).tokens_per_s
-        with (
-            patch.object(LengthPredictor, "expected", lambda *given: min(given[-1], ONE_LENGTH)),
-            patch.object(LengthPredictor, "is_long", lambda *_: False),
-        ):
-            same = carry_out(asked).tokens_per_s
-        rows.append((f"{seed}", f"{predicted:.0f}", f"{same:.0f}", f"{predicted / same:.3f}"))
-    mean = geometric_mean(float(row[-1]) for row in rows)
-    rows.append(("all", "", "", f"{mean:.3f}"))
-    head = ("SEED", "TOKENS/S PREDICTED", "TOKENS/S ONE LENGTH", "RATIO")
+    found: dict[str, list[float]] = {}
+    for name, arm in LENGTH_ARMS.items():
+        with patch.object(router, "LengthPredictor", arm):
+            runs = [carry_out(SimulatedRun(scenario, "rose", seed)) for seed in range(args.seeds)]
+        found[name] = [run.tokens_per_s for run in runs]
+    rows = [
+        (f"{seed}", *(f"{tokens_s:.0f}" for tokens_s in of_arms))
+        for seed, of_arms in enumerate(zip(*found.values(), strict=True))
+    ]
+    means = [geometric_mean(tokens_s) for tokens_s in found.values()]
+    rows.append(("mean", *(f"{mean:.0f}" for mean in means)))
+    rows.append(("predicted over it", *(f"{means[0] / mean:.3f}" for mean in means)))
+    head = ("SEED", *found)
     write(View({}, (), (Table(head, tuple(rows), right=frozenset(head)),)), Format.TABLE)
     return 0
 
