@@ -270,7 +270,11 @@ class ChunkFetcher:
             except ATTEMPT_FAILURES:
                 return 0, ()
             receiving.traffic.fetched(len(body), from_publisher=True)
-            sound = await receiving.work(partial(_kept, store, refs, body))
+            try:
+                sound = await receiving.work(partial(_kept, store, refs, body))
+            except OSError:
+                # The disk is full, for example: whoever asks for one alone says so.
+                return len(body), ()
         for ref in refs:
             if ref.id not in sound:
                 receiving.traffic.rejected_chunks += 1

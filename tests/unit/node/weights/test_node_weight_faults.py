@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import aiohttp
 import aiohttp.web
@@ -222,8 +223,7 @@ async def test_a_manifest_that_must_not_be_used_leaves_the_old_version(
 async def test_a_full_disk_is_said_and_what_came_is_kept(
     case: UpdatesCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = download_module.Download._write
-    room = 20
+    whole, room = download_module.Download._write, 20
 
     def write(self: download_module.Download, block: bytes) -> None:
         if len(block) <= room:
@@ -232,15 +232,19 @@ async def test_a_full_disk_is_said_and_what_came_is_kept(
         assert self._file
         self._file.write(block[:room])  # As a file system does: what fits is there.
         self._file.flush()
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise full
 
+    full = OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(download_module.Download, "_write", write)
+    kept = Mock(side_effect=full)
+    monkeypatch.setattr(ChunkStore, "keep", kept)
     case.release(2)
     said = await case.noted("version_not_fetched")
     assert "No space left on device" in said
     assert "make room" in said
+    assert kept.called
     assert case.updates.version == 1
-    monkeypatch.setattr(download_module.Download, "_write", whole)
+    monkeypatch.undo()
     await case.active(2)
     assert case.whys == []
 
@@ -325,8 +329,10 @@ def flipped(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("where", ["chunk", "part"])
 async def test_a_bit_that_flips_on_the_nodes_disk_is_named_and_healed(
-    case: UpdatesCase, where: str
+    case: UpdatesCase, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Begun chunks are not small ones.
+    monkeypatch.setattr(fetcher_module, "SMALL_BYTES", 0)
     case.publish(2)
     ref = case.origin.get_manifest(2).chunks[0]
     body = flipped(case.origin.get(ref.id))
