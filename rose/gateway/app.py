@@ -10,6 +10,7 @@ from typing import Self
 import aiohttp
 
 from rose.gateway.backends.http_pool import ClusterTls, Upstream
+from rose.gateway.batch_jobs.folder import BatchFolder
 from rose.gateway.demand import DemandMeter, DemandReporter
 from rose.gateway.http_requests import Authenticator
 from rose.gateway.replicas.dispatcher import Dispatcher
@@ -47,6 +48,8 @@ class Gateway:
         self.port = settings.port
         self._audit: AuditLog | None = None
         self._authenticator = self._asking()
+        at = settings.batch_dir
+        self._batch_folder = BatchFolder(at, settings.batch_bytes) if at else None
 
     async def __aenter__(self) -> Self:
         settings, stats = self._settings, self._stats
@@ -73,6 +76,7 @@ class Gateway:
             self._health,
             self._authenticator,
             spans_of("rose-gateway"),
+            self._batch_folder,
         )
         certificates = settings.certificates
         self._listening = HttpPort(
@@ -93,6 +97,8 @@ class Gateway:
             self._codec.start()
         self.background.start("sweep", self._server.sweep)
         self.background.start("loop_lag", stats.loop_lag.watch)
+        if self._server.batches is not None:
+            self.background.start("batches", self._server.batches.run)
         source = self._source()
         self.background.start("table", lambda: source.run(self.set_table))
         return self

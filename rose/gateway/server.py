@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
+from http import HTTPStatus
 from types import MappingProxyType
 
 import msgspec
@@ -14,6 +15,7 @@ from rose.contract.gateway import (
     ABORT,
     EXPLAIN,
     FINISH_SESSION,
+    JOB_HEADER,
     SESSION_HEADER,
     SESSIONS,
     STATS,
@@ -42,6 +44,9 @@ from rose.gateway.apis import tokenize as tokens
 from rose.gateway.apis.frontend import ApiFrontend, ApiRequest, job_of, read_json, session_of
 from rose.gateway.apis.wire import clean, encode, error_body, vllm_error
 from rose.gateway.backends.http_pool import Upstream
+from rose.gateway.batch_jobs.folder import BatchFolder
+from rose.gateway.batch_jobs.routes import BatchRoutes
+from rose.gateway.batch_jobs.runner import BatchCall, BatchRunner
 from rose.gateway.delivery import Delivery
 from rose.gateway.errors import BadRequest, TurnError
 from rose.gateway.http_requests import (
@@ -93,9 +98,10 @@ class GatewayServer:
         health: Callable[[], GatewayHealth],
         authenticator: Authenticator | None = None,
         spans: Spans = NO_SPANS,
+        batch_folder: BatchFolder | None = None,
     ) -> None:
         """Create routes and turns. `health` returns the process's health now; `authenticator`
-        decides who may call, None admits all.
+        decides who may call, None admits all. batch_folder: None for a gateway without batches.
         """
         self._dispatcher = dispatcher
         self._settings = settings = dispatcher.settings
@@ -106,6 +112,17 @@ class GatewayServer:
         self._calls = pooling.WholeCalls(dispatcher, upstream)
         runner = TurnRunner(dispatcher, upstream, self._hedging, spans)
         self._turns = SharedTurns(dispatcher, runner)
+        self._frontends: dict[str, ApiFrontend] = {}
+        self._batch_folder, self.batches = batch_folder, None
+        if batch_folder is not None:
+            self.batches = BatchRunner(
+                batch_folder,
+                self._answer_of_batch,
+                lambda: dispatcher.places,
+                lambda: not dispatcher.waiting and dispatcher.jobs.has_room(),
+                settings.max_body_bytes,
+                on_event,
+            )
 
         def owned(caller: Caller, job: str) -> str:
             return dispatcher.jobs.owner(own_job(caller, job))
@@ -137,6 +154,7 @@ class GatewayServer:
         parts = self._model, self._settings.max_completions, self._sessions, self._images
         messages = MessagesFrontend(*parts)
         for frontend in (*(kind(*parts) for kind in kinds), messages):
+            self._frontends[frontend.path] = frontend
             post(frontend.path, self._handler(frontend, partial(self._serve, frontend)))
         post(COUNT_TOKENS, self._handler(messages, partial(self._count, messages)))
         for path in POOLING:
@@ -153,6 +171,15 @@ class GatewayServer:
         get(EXPLAIN + "{subject:.+}", self._explain)
         get(VERSIONS, self._versions)
         get(SESSIONS + "{session:.+}", self._session)
+        if self.batches is not None and self._batch_folder is not None:
+            BatchRoutes(
+                self._batch_folder,
+                self.batches,
+                self._bodies,
+                {*self._frontends, *POOLING},
+                lambda job: self._dispatcher.jobs.owner(job),
+                self._settings.body_timeout_s,
+            ).add_to(app.router)
         return app
 
     def status(self) -> GatewayStatus:
@@ -208,6 +235,29 @@ class GatewayServer:
         async with self._reading(ask) as turns:
             return await _delivered(delivery, frontend, ask, turns)
 
+    async def _answer_of_batch(self, call: BatchCall) -> tuple[int, bytes]:
+        """Return the status and body that answer one request of a batch."""
+        frontend = self._frontends.get(call.path)
+        caller, job = call.record.caller, call.record.job
+        headers = {JOB_HEADER: job} if job else {}
+        try:
+            if frontend is None:
+                body = await self._pooled(call.path, call.body, headers, caller, call.placed)
+                return HTTPStatus.OK, body
+            ask = await frontend.read(call.body, headers, caller)
+            if ask.stream:
+                raise BadRequest("stream: a batch answers whole; leave it out", "stream")
+            for request in ask.turns:
+                held_to(caller, request)
+                # One behind trainers' turns does not wait for long: it is sent again.
+                request.priority, request.batch = call.placed(request.priority), call.floor
+            async with self._reading(ask) as turns:
+                await all_finished(turns)
+                await ask.answer.prepare(turns)
+                return HTTPStatus.OK, ask.answer.whole(turns)
+        except TurnError as error:
+            return error.status, frontend.error(error) if frontend else vllm_error(error)
+
     async def _count(self, messages: MessagesFrontend, http: web.Request) -> web.Response:
         """Answer with the number of tokens of a conversation."""
         self._check_job(http)
@@ -255,13 +305,25 @@ class GatewayServer:
     async def _pool(self, http: web.Request) -> web.Response:
         """Answer a call of a pooling route, for a model that is not generative."""
         body, caller = await self._bodies.read(http), caller_of(http)
+        answer = await self._pooled(http.path, body, http.headers, caller)
+        return web.Response(body=answer, content_type=JSON)
+
+    async def _pooled(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        caller: Caller,
+        placed: Callable[[int], int] = int,
+    ) -> bytes:
+        """Return the answer of a call; `placed` changes its priority. Raises TurnError."""
 
         def owned(job: str) -> str:
             return self._dispatcher.jobs.resolve(own_job(caller, job))
 
-        call = pooling.read(http.path, body, http.headers, self._model, owned, caller.scope)
-        answer = pooling.answer(await self._calls.run(call), self._model)
-        return web.Response(body=answer, content_type=JSON)
+        call = pooling.read(path, body, headers, self._model, owned, caller.scope)
+        call.priority = placed(call.priority)
+        return pooling.answer(await self._calls.run(call), self._model)
 
     async def _tokenize(self, http: web.Request) -> web.Response:
         self._check_job(http)

@@ -90,6 +90,8 @@ class GatewaySettings:
     certificates: CertificateFiles | None = None
     token_keys: Path | None = None
     token_audience: str = AUDIENCE
+    batch_dir: Path | None = None
+    batch_bytes: int = 10 << 30
 
     def __post_init__(self) -> None:
         if self.certificates is None:
@@ -176,6 +178,7 @@ COUNTS = (
     "images-bytes",
     "max-connections",
     "max-prompt-chars",
+    "batch-bytes",
 )
 
 
@@ -216,6 +219,8 @@ def gateway_parser(prog: str = "rose gateway") -> Parser:
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="for text in and out")
     what = "finds tool calls in chats: one of vLLM's, which has to be installed, or your own"
     parser.add_argument("--tool-call-parser", metavar="NAME | MODULE:CLASS", help=what)
+    what = "folder of files and batches, which gateways may share; without it they are not served"
+    parser.add_argument("--batch-dir", type=Path, metavar="DIR", help=what)
     parser.add_argument("--max-model-len", type=int, help="tokens; else what replicas say")
     for name in TIMES:
         parser.add_argument(f"--{name}", type=float, default=_default(name))

@@ -540,7 +540,8 @@ _log.addFilter(FewRecords())
 def check_browser(http: web.BaseRequest) -> None:
     """Raise an HTTP error answer for a request that a page of another site has a browser send.
 
-    For a port on loopback: a foreign `Host` or `Origin`, or a body that needs no preflight.
+    For a port on loopback: a foreign `Host` or `Origin`, or a body that needs no preflight (a page
+    cannot send `Authorization` without one).
     """
     if not is_loopback(_name_of("//" + http.headers.get("Host", ""))):
         raise web.HTTPMisdirectedRequest(
@@ -552,7 +553,8 @@ def check_browser(http: web.BaseRequest) -> None:
         raise web.HTTPForbidden(
             reason="Foreign Origin", text="pages of other sites may not ask this port\n"
         )
-    if http.method != "GET" and http.body_exists and http.content_type in FORM_TYPES:
+    form = http.content_type in FORM_TYPES and "Authorization" not in http.headers
+    if http.method != "GET" and http.body_exists and form:
         raise web.HTTPUnsupportedMediaType(
             reason="send Content-Type: application/json",
             text="send Content-Type: application/json\n",

@@ -153,6 +153,12 @@ class Dispatcher:
         """Number of replicas that get turns: leased and healthy ones."""
         return sum(entry.leased and entry.healthy for entry in self._entries.values())
 
+    @property
+    def places(self) -> int:
+        """Number of turns that all leased and healthy replicas take at a time."""
+        rows = self._entries.values()
+        return sum(row.max_sequences for row in rows if row.leased and row.healthy)
+
     def owed(self) -> Iterator[tuple[str, int]]:
         """Yield (job, expected remaining tokens) of each running or waiting turn."""
         for live in self._live:

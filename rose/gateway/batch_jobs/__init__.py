@@ -1,0 +1,1 @@
+"""Batch jobs of the gateway: OpenAI's `/v1/files` and `/v1/batches`."""

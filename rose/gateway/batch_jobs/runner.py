@@ -1,0 +1,328 @@
+"""Runner of batches: it sends their requests below rollouts, and has each answered once.
+
+validating ── no fault in its file ──► in_progress ── all answered ──► finalizing ──► completed
+    │ faults by line                       │ cancelled, or its window is over
+    ▼                                      ▼
+  failed                               cancelling ──► cancelled, or expired
+
+A batch belongs to the gateway that holds its lock. When that one dies, another one (or its
+successor) goes on from the answers that are on disk; what was under way is sent anew.
+
+Requests fill what is idle: they are sent when a place is free and nobody waits, and behind turns of
+trainers that come meanwhile. A floor keeps them from starving: so many of them at a time stand in
+the queue as trainers' turns do, the demand by which a scheduler leases replicas to their job.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import BinaryIO, Final
+
+import msgspec
+
+from rose.gateway.batch_jobs.folder import (
+    ANSWERS,
+    FAULTS,
+    BatchErrors,
+    BatchFolder,
+    BatchRecord,
+)
+from rose.gateway.batch_jobs.lines import BatchLine, faults_of, requests_of
+
+# Requests of all batches that are sent at a time.
+MOST_AT_ONCE: Final = 1_024
+# Share of the replicas' places that batches get even when trainers would take all.
+FLOOR_SHARE: Final = 0.05
+# Added to the priority of requests beyond the floor: trainers' go first.
+BEHIND: Final = 1 << 32
+# A request that is sent has its place a moment later; until then it looks free.
+TAKEN_S, LOOK_S = 0.001, 0.02
+SCAN_S = 2.0
+# Answers of so many seconds are flushed to disk together.
+FLUSH_S = 0.05
+SHOWN_S: Final = 1.0
+READ_LINES: Final = 256
+OK: Final = 200
+# Statuses of a gateway that is busy: the request is sent again, until the batch expires.
+AGAIN: Final = frozenset({429, 502, 503})
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0
+EXPIRED: Final = "this request was not answered within the batch's completion window"
+
+Say = Callable[..., None]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCall:
+    """One request of a batch. floor: True if it stands among trainers' turns, not behind them."""
+
+    record: BatchRecord
+    path: str
+    body: bytes
+    floor: bool
+
+    def placed(self, priority: int) -> int:
+        """Return the priority of a request that asks for this one."""
+        return max(0, priority) + (0 if self.floor else BEHIND)
+
+
+Answerer = Callable[[BatchCall], Awaitable[tuple[int, bytes]]]
+"""Answers a call with an HTTP status and a JSON body."""
+
+
+@dataclass(slots=True)
+class Place:
+    """Leave to send one request. floor: True if it stands among trainers' turns."""
+
+    floor: bool
+    held: bool = True
+
+
+class BatchRunner:
+    """Runner of all batches of a folder that no other gateway runs."""
+
+    def __init__(
+        self,
+        folder: BatchFolder,
+        answer: Answerer,
+        places: Callable[[], int],
+        room: Callable[[], bool],
+        most_line_bytes: int,
+        say: Say,
+    ) -> None:
+        """places: returns the number of turns that all replicas take. room: returns True if one
+        more would begin at once. most_line_bytes: longest request. say: logs an event.
+        """
+        self._folder = folder
+        self._answer = answer
+        self._places = places
+        self._room = room
+        self.most_line_bytes = most_line_bytes
+        self._say = say
+        self._news = asyncio.Event()
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._next = asyncio.Lock()
+        self._sent = self._at_floor = 0
+
+    def wake(self) -> None:
+        """Look for new batches now."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Run batches until cancelled; those that run are left as they are on disk."""
+        try:
+            while True:
+                for record in await asyncio.to_thread(self._folder.batches):
+                    if not record.over and record.shown.id not in self._running:
+                        self._start(record.shown.id)
+                self._news.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._news.wait(), SCAN_S)
+        finally:
+            tasks = list(self._running.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _start(self, batch_id: str) -> None:
+        task = asyncio.create_task(self._run(batch_id))
+        self._running[batch_id] = task
+        task.add_done_callback(lambda _: self._running.pop(batch_id))
+
+    async def _run(self, batch_id: str) -> None:
+        try:
+            with self._folder.held(batch_id) as mine:
+                record = await asyncio.to_thread(self._folder.record, batch_id)
+                # Another gateway may have ended it since the scan.
+                if mine and not record.over:
+                    await _BatchRun(self, self._folder, record).run()
+        except Exception as error:  # noqa: BLE001 -- full disks, lost files, faults of this program
+            # What is answered is on disk: it goes on from there.
+            self._say("batch_stopped", batch=batch_id, reason=repr(error)[:500])
+            await asyncio.sleep(SCAN_S)
+
+    async def place(self) -> Place:
+        """Wait until one more request may be sent; give the place back with `leave`."""
+        async with self._next:
+            await asyncio.sleep(TAKEN_S)
+            while True:
+                floor = self._at_floor < max(1, round(FLOOR_SHARE * self._places()))
+                if floor or (self._sent < MOST_AT_ONCE and self._room()):
+                    self._sent += 1
+                    self._at_floor += floor
+                    return Place(floor)
+                await asyncio.sleep(LOOK_S)
+
+    def leave(self, place: Place) -> None:
+        """Take a place back, once."""
+        self._sent -= place.held
+        self._at_floor -= place.held and place.floor
+        place.held = False
+
+    async def answered(
+        self, record: BatchRecord, asked: BatchLine, place: Place
+    ) -> tuple[int, bytes]:
+        """Return the status and body of a request, which is sent again while the gateway is busy.
+
+        place: taken back while the request waits, and afterwards.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            call = BatchCall(record, asked.url, bytes(asked.body), place.floor)
+            try:
+                status, body = await self._answer(call)
+            finally:
+                self.leave(place)
+            if status not in AGAIN:
+                return status, body
+            await asyncio.sleep(pause_s)
+            pause_s = min(MOST_PAUSE_S, 2 * pause_s)
+            place = await self.place()
+
+
+class _BatchRun:
+    """One batch while this gateway runs it."""
+
+    def __init__(self, runner: BatchRunner, folder: BatchFolder, record: BatchRecord) -> None:
+        self._runner = runner
+        self._folder = folder
+        self._record = record
+        self._batch = record.shown
+        self._lines: dict[str, list[bytes]] = {ANSWERS: [], FAULTS: []}
+        self._stopped = ""
+
+    async def run(self) -> None:
+        """Run the batch from where it is to its end. Raises OSError, and then it goes on later."""
+        record, batch = self._record, self._batch
+        if batch.in_progress_at is None and not await asyncio.to_thread(self._begin):
+            return
+        if not record.ending:
+            record.ending = await self._send_all(await asyncio.to_thread(self._done))
+            batch.finalizing_at = int(time.time())
+            if record.ending != "cancelled":
+                batch.status = "finalizing"
+            await asyncio.to_thread(self._folder.save, record)
+        await asyncio.to_thread(self._end)
+
+    def _begin(self) -> bool:
+        """Begin with the batch's requests and return True; end it and return False for a file with
+        faults.
+        """
+        batch, now = self._batch, int(time.time())
+        with self._file() as file:
+            total, faults = faults_of(file, batch.endpoint, self._runner.most_line_bytes)
+        batch.request_counts.total = total
+        if faults:
+            batch.status, batch.failed_at, batch.errors = "failed", now, BatchErrors(faults)
+        else:
+            batch.in_progress_at = now
+            if batch.cancelling_at is None:
+                batch.status = "in_progress"
+        self._folder.save(self._record)
+        return not faults
+
+    def _done(self) -> set[str]:
+        """Return the custom ids of answered requests, and count these."""
+        counts, batch_id = self._batch.request_counts, self._batch.id
+        answered = self._folder.answered(batch_id, ANSWERS)
+        failed = self._folder.answered(batch_id, FAULTS)
+        counts.completed, counts.failed = len(answered), len(failed)
+        return answered | failed
+
+    async def _send_all(self, done: set[str]) -> str:
+        """Have all other requests answered; return `completed`, or why it stopped before."""
+        sending = asyncio.create_task(self._send(done))
+        writing = asyncio.create_task(self._write(sending))
+        try:
+            await asyncio.wait({sending, writing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            sending.cancel()
+            outcomes = await asyncio.gather(sending, writing, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+        return self._stopped or "completed"
+
+    async def _send(self, done: set[str]) -> None:
+        """Send all requests, each when the runner has a place for it."""
+        with self._file() as file:
+            asked = requests_of(file, done)
+            async with asyncio.TaskGroup() as group:
+                while some := await asyncio.to_thread(list, islice(asked, READ_LINES)):
+                    for each in some:
+                        place = await self._runner.place()
+                        task = group.create_task(self._answer(each, place))
+                        # A task that is cancelled before its first step takes nothing back.
+                        task.add_done_callback(partial(self._left, place))
+
+    def _left(self, place: Place, _: "asyncio.Task[None]") -> None:
+        self._runner.leave(place)
+
+    async def _answer(self, asked: BatchLine, place: Place) -> None:
+        status, body = await self._runner.answered(self._record, asked, place)
+        response = {"status_code": status, "request_id": _new_id(), "body": msgspec.Raw(body)}
+        kind = ANSWERS if status == OK else FAULTS
+        self._lines[kind].append(_line(asked.custom_id, response, None))
+
+    async def _write(self, sending: "asyncio.Task[None]") -> None:
+        """Flush answers to disk and show the batch's counts until all are sent, or it has to stop.
+        Raises OSError.
+        """
+        counts, shown_s = self._batch.request_counts, 0.0
+        while not self._stopped:
+            last = sending.done()
+            lines, self._lines = self._lines, {ANSWERS: [], FAULTS: []}
+            for kind, some in lines.items():
+                await asyncio.to_thread(self._folder.append, self._batch.id, kind, some)
+            counts.completed += len(lines[ANSWERS])
+            counts.failed += len(lines[FAULTS])
+            if last:
+                return
+            if time.monotonic() - shown_s > SHOWN_S:
+                shown_s = time.monotonic()
+                self._stopped = await asyncio.to_thread(self._look)
+            await asyncio.sleep(FLUSH_S)
+
+    def _look(self) -> str:
+        """Save the batch's counts; return `cancelled` or `expired` if it is to stop."""
+        batch, now = self._batch, int(time.time())
+        if self._folder.cancelled(batch.id):
+            batch.status, batch.cancelling_at = "cancelling", batch.cancelling_at or now
+        self._folder.save(self._record)
+        if batch.cancelling_at is not None:
+            return "cancelled"
+        return "expired" if now >= batch.expires_at else ""
+
+    def _end(self) -> None:
+        """Make files of the batch's answers, and end it; after a crash it is called again."""
+        batch, record, now = self._batch, self._record, int(time.time())
+        if record.ending == "expired":
+            done = self._done()
+            error = {"code": "batch_expired", "message": EXPIRED}
+            with self._file() as file:
+                late = [_line(each.custom_id, None, error) for each in requests_of(file, done)]
+            self._folder.append(batch.id, FAULTS, late)
+            batch.request_counts.failed += len(late)
+        batch.output_file_id = self._folder.publish(record, ANSWERS, f"{batch.id}_output.jsonl")
+        batch.error_file_id = self._folder.publish(record, FAULTS, f"{batch.id}_error.jsonl")
+        batch.status = record.ending
+        setattr(batch, f"{record.ending}_at", now)
+        self._folder.save(record)
+        self._folder.clear(batch.id)
+
+    def _file(self) -> BinaryIO:
+        scope = self._record.caller.scope
+        return self._folder.content(self._batch.input_file_id, scope).open("rb")
+
+
+def _line(custom_id: str, response: object, error: object) -> bytes:
+    line = {"id": _new_id(), "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _new_id() -> str:
+    return f"batch_req_{secrets.token_hex(12)}"
