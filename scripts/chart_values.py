@@ -345,6 +345,14 @@ class Controller(Strict):
     )
 
 
+class BatchValues(Strict):
+    """Files and batches of the gateways (OpenAI's Batch API)."""
+
+    claim: SecretName = _said(
+        "volume claim that has them; of several gateways ReadWriteMany. Not served when empty", ""
+    )
+
+
 class GatewayValues(ControlWorkload):
     """Gateways: HTTP front of all replicas."""
 
@@ -356,6 +364,7 @@ class GatewayValues(ControlWorkload):
     token_keys_secret: SecretName = _said("secret with the public keys under `keys.json`", "")
     token_audience: str = _said("audience of tokens", "rose")
     hosts: tuple[str, ...] = _said("names under which clients reach it, for its certificate", ())
+    batches: BatchValues = _said("batch jobs", BatchValues())
     options: GatewayOptions = _said("further options", GatewayOptions())  # type: ignore[valid-type]
     service: Service = _said("of HTTP", Service())
     ingress: Ingress = _said(

@@ -34,6 +34,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.rpc.leader_channel import LeaderChannel
 
 JOB, REPLICA = "grpo", "g0"
+MOST_TURNS = 64
 HOWS = {"dies": signal.SIGKILL, "stops": signal.SIGTERM, "hangs": signal.SIGSTOP}
 # An event that takes longer than this will not happen.
 PATIENCE_S = 60.0
@@ -85,9 +86,13 @@ class SchedulerProcesses(ProcessFleet):
 
 
 class FollowingNode:
-    """The session of a node with one replica, whose lease is kept as its agent would."""
+    """The session of a node with one replica, whose lease is kept as its agent would.
 
-    def __init__(self, addresses: str, folder: Path) -> None:
+    url: the replica's; nothing answers at the default one.
+    """
+
+    def __init__(self, addresses: str, folder: Path, url: str = "http://127.0.0.1:9") -> None:
+        self._url = url
         self.lease = HeldLease()
         self.epochs: list[int] = []
         self.refused = 0
@@ -106,7 +111,8 @@ class FollowingNode:
         offer = pb.Offer(
             replica=REPLICA,
             kind=pb.REPLICA_KIND_GUEST,
-            url="http://127.0.0.1:9",
+            url=self._url,
+            max_sequences=MOST_TURNS,
             ttl_s=3.0,
             healthy=True,
             epoch=self.lease.epoch,

@@ -141,7 +141,7 @@ class BatchRunner:
                 if mine and not record.over:
                     await _BatchRun(self, self._folder, record).run()
         except Exception as error:  # noqa: BLE001 -- full disks, lost files, faults of this program
-            # What is answered is on disk: it goes on from there.
+            # Answers are on disk, and the batch goes on from there.
             self._say("batch_stopped", batch=batch_id, reason=repr(error)[:500])
             await asyncio.sleep(SCAN_S)
 

@@ -6,6 +6,7 @@ installed; what they send and what they insist on is also written out here, from
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -49,10 +50,13 @@ class ConformanceStage:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def stage(engines: list[Started]) -> AsyncIterator[ConformanceStage]:
+async def stage(
+    engines: list[Started], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[ConformanceStage]:
     (replica,) = engines
     argv = ["--port=0", f"--model-name={MODEL}", f"--tokenizer={replica.spec.model_dir}"]
     argv += ["--stall-s=5", f"--replica=r=dedicated={replica.url}"]
+    argv += [f"--batch-dir={tmp_path_factory.mktemp('batches')}"]
     async with Gateway(parse_settings(argv)) as gateway:
         url = f"http://127.0.0.1:{gateway.port}"
         async with RolloutClient(url) as client:
@@ -88,6 +92,39 @@ async def test_openai_sdk_completions_are_the_replicas_tokens(
     assert answer.usage is not None
     assert answer.usage.completion_tokens == TOKENS
     assert answer.usage.prompt_tokens == len(PROMPT)
+
+
+async def test_openai_sdk_runs_a_batch(stage: ConformanceStage, sdk: openai.AsyncOpenAI) -> None:
+    bodies = [
+        {"model": MODEL, "messages": CHAT, "max_tokens": 8, **EXTRA},
+        {"model": MODEL, "messages": CHAT, "max_tokens": -1},
+    ]
+    route = "/v1/chat/completions"
+    asked = [
+        {"custom_id": f"ask-{k}", "method": "POST", "url": route, "body": body}
+        for k, body in enumerate(bodies)
+    ]
+    text = "\n".join(json.dumps(each) for each in asked).encode()
+    file = await sdk.files.create(file=("asks.jsonl", text), purpose="batch")
+    batch = await sdk.batches.create(
+        input_file_id=file.id, endpoint=route, completion_window="24h", metadata={"for": "test"}
+    )
+    async with asyncio.timeout(60):
+        while batch.status != "completed":
+            assert batch.status in ("validating", "in_progress", "finalizing"), batch
+            batch = await sdk.batches.retrieve(batch.id)
+    assert batch.output_file_id is not None
+    assert batch.error_file_id is not None
+    (answered,) = (await sdk.files.content(batch.output_file_id)).text.splitlines()
+    (failed,) = (await sdk.files.content(batch.error_file_id)).text.splitlines()
+    alone = await sdk.chat.completions.create(
+        model=MODEL, messages=CHAT, max_tokens=8, extra_body=EXTRA
+    )
+    response = json.loads(answered)["response"]["body"]
+    assert response["choices"][0]["message"]["content"] == alone.choices[0].message.content
+    assert json.loads(failed)["response"]["status_code"] == 400
+    assert [each.id async for each in sdk.batches.list(limit=1)] == [batch.id]
+    assert (await sdk.files.delete(file.id)).deleted
 
 
 async def test_openai_sdk_streams_add_up_to_the_whole_answer(
