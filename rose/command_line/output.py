@@ -12,7 +12,7 @@ after the other, a line each in JSON, a document each in YAML.
 import argparse
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
@@ -90,12 +90,17 @@ class View:
     tables: tuple[Table, ...] = field(default=())
 
 
-def add_output_options(parser: argparse.ArgumentParser, *, watch: bool = False) -> None:
-    """Add `-o`, and for commands that can be repeated `--watch`, to a parser."""
+def add_output_options(
+    parser: argparse.ArgumentParser, *, watch: bool = False, more: Sequence[str] = ()
+) -> None:
+    """Add `-o`, and for commands that can be repeated `--watch`, to a parser.
+
+    more: further formats, which the command writes itself.
+    """
     parser.add_argument(
         "-o",
         "--output",
-        choices=[each.value for each in Format],
+        choices=[*(each.value for each in Format), *more],
         default=Format.TABLE.value,
         help="how it is written (default table)",
     )

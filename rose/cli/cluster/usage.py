@@ -1,13 +1,18 @@
-"""`rose usage FILE`: lent capacity by job, from the schedulers' usage records.
+"""`rose usage FILE`: lent capacity by owner, job and day, from the schedulers' usage records.
 
 Exit code 0, also if nothing was lent; 2 for a file that cannot be read.
 """
 
 import argparse
+import csv
+import io
 import json
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from rose.clock import utc_text
 from rose.command_line.output import Format, Table, View, add_output_options, note, write
@@ -16,21 +21,31 @@ from rose.errors import ConfigError
 from rose.scheduler.core.usage import Lent
 
 DAY_S = 86_400.0
-COLUMNS = ("owner", "job")
-FIGURES = ("LEASED H", "GPU H", "GIB H", "TOKENS")
-GIB_H = (1 << 30) * 3_600.0
+OWNER, JOB, DAY = "owner", "job", "day"
+COLUMNS = (OWNER, JOB, DAY)
+FIGURES = ("LEASED H", "GPU H", "GIB H", "TOKENS", "COST")
+HOUR_S = 3_600.0
+GIB_H = (1 << 30) * HOUR_S
+CSV, OPENCOST = "csv", "opencost"
 
 
 def parser(prog: str) -> Parser:
     """Return the command-line parser of `rose usage`."""
-    made = Parser(prog, description="Say what hosts lent, by owner and job.")
+    made = Parser(prog, description="Say what hosts lent, by owner, job and day.")
     made.add_argument(
         "--since", type=duration_s, default=DAY_S, metavar="TIME", help="1h, 7d; default 1d"
     )
     made.add_argument(
-        "--by", choices=(*COLUMNS, "both"), default="both", help="one sum a line (default both)"
+        "--by",
+        type=_columns,
+        default=(OWNER, JOB),
+        metavar="COLUMNS",
+        help="one sum a line: some of owner, job and day (UTC), with commas; default owner,job",
     )
-    add_output_options(made)
+    made.add_argument(
+        "--gpu-hour", type=float, metavar="PRICE", help="what an hour of one GPU costs its owner"
+    )
+    add_output_options(made, more=(CSV, OPENCOST))
     made.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="LOG_DIR/usage.jsonl of each scheduler"
     )
@@ -38,15 +53,29 @@ def parser(prog: str) -> Parser:
     return made
 
 
+def _columns(text: str) -> tuple[str, ...]:
+    given = tuple(text.split(","))
+    if len(set(given)) < len(given) or not set(given) <= set(COLUMNS):
+        raise argparse.ArgumentTypeError(f"{text}: write some of {', '.join(COLUMNS)}, each once")
+    return given
+
+
 def _run(args: argparse.Namespace) -> int:
-    columns = COLUMNS if args.by == "both" else (args.by,)
     since_s = time.time() - args.since
-    sums = _summed(args.files, since_s, columns)
-    write(_view(columns, sums, since_s), Format(args.output))
+    # An allocation is one owner's for one job, within a day.
+    columns = (DAY, OWNER, JOB) if args.output == OPENCOST else args.by
+    rows = _rows(columns, _summed(args.files, since_s, columns), args.gpu_hour)
+    if args.output == CSV:
+        sys.stdout.write(_csv(columns, rows))
+    elif args.output == OPENCOST:
+        sys.stdout.write(json.dumps(_allocations(rows), indent=2) + "\n")
+    else:
+        write(_view(columns, rows, since_s), Format(args.output))
     return 0
 
 
 Sums = dict[tuple[str, ...], Lent]
+Row = Mapping[str, Any]
 
 
 def _summed(files: Sequence[Path], since_s: float, columns: Sequence[str]) -> Sums:
@@ -75,6 +104,7 @@ def _records(
                     if said["t"] < since_s:
                         continue
                     lent = Lent(said["seconds"], said["compute_s"], said["byte_s"], said["tokens"])
+                    said[DAY] = utc_text(said["t"])[:10]
                     yield tuple(str(said[column]) for column in columns), lent
                 except (ValueError, KeyError, TypeError, AttributeError) as error:
                     if not line.endswith("\n"):
@@ -82,31 +112,76 @@ def _records(
                     raise ConfigError(f"{part}, line {number}, is no record of usage") from error
 
 
-def _view(columns: Sequence[str], sums: Sums, since_s: float) -> View:
-    data = [
-        dict(zip(columns, key, strict=True))
-        | {
+def _rows(columns: Sequence[str], sums: Sums, price: float | None) -> list[Row]:
+    """Return each sum by name, with `cost` if a GPU hour has a price."""
+    rows: list[Row] = []
+    for key, lent in sums.items():
+        row: dict[str, Any] = dict(zip(columns, key, strict=True)) | {
             "leased_s": round(lent.seconds, 3),
             "gpu_s": round(lent.compute_s, 3),
             "byte_s": round(lent.byte_s),
             "tokens": lent.tokens,
         }
-        for key, lent in sums.items()
-    ]
-    rows = tuple(
+        if price is not None:
+            row["cost"] = round(price * lent.compute_s / HOUR_S, 6)
+        rows.append(row)
+    return rows
+
+
+def _csv(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """Return the rows as CSV with a head (RFC 4180), in hours and GiB hours."""
+    cost = [] if not rows or "cost" not in rows[0] else ["cost"]
+    text = io.StringIO()
+    table = csv.writer(text)
+    table.writerow([*columns, "leased_hours", "gpu_hours", "gib_hours", "tokens", *cost])
+    for row in rows:
+        hours = [f"{row[name] / unit:.6f}" for name, unit in _HOURS]
+        table.writerow([*(row[c] for c in columns), *hours, row["tokens"], *(row[c] for c in cost)])
+    return text.getvalue()
+
+
+_HOURS = (("leased_s", HOUR_S), ("gpu_s", HOUR_S), ("byte_s", GIB_H))
+
+
+def _allocations(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the rows as OpenCost's allocation API answers: one set of allocations a day."""
+    days: dict[str, dict[str, object]] = {}
+    for row in rows:
+        begin = datetime.combine(date.fromisoformat(row[DAY]), datetime.min.time(), UTC)
+        window = {
+            "start": f"{begin:%Y-%m-%dT%H:%M:%SZ}",
+            "end": f"{begin + timedelta(days=1):%Y-%m-%dT%H:%M:%SZ}",
+        }
+        name = f"{row[OWNER]}/{row[JOB]}"
+        cost = row.get("cost", 0.0)
+        days.setdefault(row[DAY], {})[name] = {
+            "name": name,
+            "properties": {"labels": {"rose_owner": row[OWNER], "rose_job": row[JOB]}},
+            "window": window,
+            **window,
+            "minutes": round(row["leased_s"] / 60, 3),
+            "gpuHours": round(row["gpu_s"] / HOUR_S, 6),
+            "gpuCost": cost,
+            "totalCost": cost,
+        }
+    return {"code": 200, "data": list(days.values())}
+
+
+def _view(columns: Sequence[str], rows: Sequence[Row], since_s: float) -> View:
+    priced = any("cost" in row for row in rows)
+    figures = FIGURES if priced else FIGURES[:-1]
+    cells = tuple(
         (
-            *(part or "-" for part in key),
-            f"{lent.seconds / 3600:.2f}",
-            f"{lent.compute_s / 3600:.2f}",
-            f"{lent.byte_s / GIB_H:.2f}",
-            str(lent.tokens),
+            *(row[column] or "-" for column in columns),
+            *(f"{row[name] / unit:.2f}" for name, unit in _HOURS),
+            str(row["tokens"]),
+            *([f"{row['cost']:.2f}"] if priced else []),
         )
-        for key, lent in sums.items()
+        for row in rows
     )
-    titles = (*(column.upper() for column in columns), *FIGURES)
-    what = "lent" if sums else "nothing was lent"
+    what = "lent" if rows else "nothing was lent"
     return View(
-        data,
+        list(rows),
         (f"{what} since {utc_text(since_s)}",),
-        (Table(titles, rows, right=frozenset(FIGURES)),),
+        (Table((*(c.upper() for c in columns), *figures), cells, right=frozenset(figures)),),
     )

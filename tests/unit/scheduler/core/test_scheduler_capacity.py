@@ -1,5 +1,7 @@
 """Capacity policies on a scheduler: verdicts, orders, objects of Kubernetes, and usage."""
 
+import csv
+import io
 import json
 import time
 from dataclasses import replace
@@ -713,6 +715,29 @@ def test_usage_prints_sums_of_the_time_that_was_asked_for(
     assert "lacks 3 records" in capsys.readouterr().err
     assert main(["usage", "--since", "1s", str(records)]) == 0
     assert "nothing was lent" in capsys.readouterr().out
+
+
+def test_usage_is_priced_by_day_and_exported(
+    records: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spent = ["usage", "--since", "1d", "--gpu-hour", "2.5", str(records)]
+    assert main([*spent, "-o", "csv", "--by", "job,owner"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(r["job"], r["owner"], r["gpu_hours"], r["cost"]) for r in rows] == [
+        ("a", "chat", "0.500000", "1.25"),
+        ("a", "code", "2.000000", "5.0"),
+    ]
+    assert main([*spent, "-o", "opencost"]) == 0
+    days = json.loads(capsys.readouterr().out)["data"]
+    found = {name: each for day in days for name, each in day.items()}
+    assert {name: (e["gpuHours"], e["gpuCost"], e["minutes"]) for name, e in found.items()} == {
+        "chat/a": (0.5, 1.25, 60.0),
+        "code/a": (2.0, 5.0, 120.0),
+    }
+    assert found["code/a"]["properties"] == {"labels": {"rose_owner": "code", "rose_job": "a"}}
+    assert found["code/a"]["start"] < found["code/a"]["end"]
+    assert main([*spent, "--by", "day,team"]) == 2
+    assert "write some of owner, job, day" in capsys.readouterr().err
 
 
 def test_usage_refuses_what_is_no_record_in_a_line(
