@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -242,6 +242,10 @@ class Staging:
         `step` raises its error.
         """
         return self._decoded.done()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the decoding thread for up to that many seconds."""
+        wait((self._decoded,), seconds)
 
     def step(self, pieces: int | None = None) -> bool:
         """Load `pieces` pieces, or all if None; return True once the update is ready to commit.

@@ -29,7 +29,7 @@ from weight_transfer.apply.probe import compare, kind_of, noticed
 from weight_transfer.apply.receiver import Receiver
 from weight_transfer.apply.reference import Reference, overlay
 from weight_transfer.apply.replica_weights import CommitReport, ReplicaWeights
-from weight_transfer.apply.staging import Decoded, Prepared, UpdatePlacement
+from weight_transfer.apply.staging import Decoded, Prepared, Staging, UpdatePlacement
 from weight_transfer.errors import AdapterError, ManifestError, ProbeError, WrongBaseError
 from weight_transfer.format.adapter import base_digest, check_adapter
 from weight_transfer.format.manifest import Adapter, Manifest
@@ -56,6 +56,8 @@ SURFACES: Final = (
 """Names of vLLM that adapters use, as `module:name(parameters)[attributes]`."""
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 -- files that are deleted once they are read
 REFERENCE: Final = 1 << 30
+# Longest time that the engine's own thread waits for an adapter's decoding.
+DECODE_S: Final = 0.05
 _BASE: Final = 0
 
 
@@ -262,6 +264,15 @@ class AdapterWeights(ReplicaWeights):
         for name in names:
             self._slots.drop(adapter_number(name))
 
+    def decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Staging:
+        """Start to decode as ReplicaWeights does; most adapters are decoded when it returns."""
+        begun = self.attempt != attempt
+        staging = super().decode(manifest_paths, chunks_dir, attempt)
+        if begun:
+            # Beside the engine's steps the thread would take longer, and a step more to be seen.
+            staging.wait(DECODE_S)
+        return staging
+
     def _decode(self, manifest_paths: Sequence[Path], chunks_dir: Path, attempt: str) -> Decoded:
         verified = self._manifests(manifest_paths)
         if not verified:
@@ -314,7 +325,8 @@ class AdapterWeights(ReplicaWeights):
             with named_shortage(self.engine.device, "an adapter"):
                 with tempfile.TemporaryDirectory(prefix="rose-adapter-", dir=SHARED_MEMORY) as at:
                     self._slots.take_files(Path(at), coming.adapter, coming.tensors)
-                yield
+                # One piece: another would wait for a step, which takes longer than the files.
+                yield from ()
                 reference = Reference(self._prober.adapted(REFERENCE), {})
                 self._slots.take(coming.made)
         except BaseException:
