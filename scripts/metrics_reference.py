@@ -69,6 +69,7 @@ LABELS: Final = {
     "mode": "modes of a grant (node), of policies and of the operator's stop (scheduler)",
     "node": "attached nodes, 4,096 at most",
     "of": "what was refused: " + ", ".join(f"`{each[:-8]}`" for each in sorted(COMPLAINTS)),
+    "result": "what came of a batch's request: `answered`, `failed` or `sent_again`",
     "outcome": "what became of a level: "
     + ", ".join(f"`{outcome.value}`" for outcome in ReclaimOutcome),
     "owner": "the label `rose.dev/owner` of nodes, else `rose.dev/deployment`; `(others)` beyond"
@@ -230,6 +231,7 @@ def gateway_text(replicas: int = 1) -> str:
     live = {f"guest-{number}": 1 for number in range(replicas)}
     stats.tokens.update(live)
     stats.ends.update({end.value: 1 for end in End})
+    stats.batch_requests.update(("answered", "failed", "sent_again"))
     health = GatewayHealth(restarted={"watch": 0}, certificate=(0.0, 1.0))
     return exposition(stats, live, 0, health)
 

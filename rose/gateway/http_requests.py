@@ -69,12 +69,8 @@ async def answered(
             raise web.HTTPExpectationFailed  # noqa: TRY301 - as aiohttp would for text
         admit(http)
         return await routed(http)
-    except TurnError as error:
-        return refusal(error)
-    except UnavailableError as error:
-        return refusal(NoReplica(str(error)))
-    except (RefusedError, ConfigError) as error:
-        return refusal(BadRequest(str(error)))
+    except (RefusedError, UnavailableError, ConfigError) as error:
+        return refusal(turn_error_of(error))
     except web.HTTPException as error:
         failed = TurnError(f"{http.method} {http.path}: {error.reason}")
         failed.status, failed.kind = error.status, error.reason
@@ -83,6 +79,13 @@ async def answered(
         raise
     except Exception as error:  # noqa: BLE001 - a fault of this program ends one request only
         return refusal(fault(http, error))
+
+
+def turn_error_of(error: RefusedError | UnavailableError | ConfigError) -> TurnError:
+    """Return the TurnError that answers a request which this error has ended."""
+    if isinstance(error, TurnError):
+        return error
+    return (NoReplica if isinstance(error, UnavailableError) else BadRequest)(str(error))
 
 
 def refusal_headers(error: TurnError) -> dict[str, str]:

@@ -30,6 +30,7 @@ from rose.contract.gateway import (
     Versions,
 )
 from rose.contract.replica import POOLING
+from rose.errors import ConfigError, RefusedError, UnavailableError
 from rose.gateway import pooling
 from rose.gateway import stats as metrics
 from rose.gateway.apis import (
@@ -60,6 +61,7 @@ from rose.gateway.http_requests import (
     json_answer,
     own_job,
     refusal_headers,
+    turn_error_of,
 )
 from rose.gateway.images import KeptImages
 from rose.gateway.replicas.dispatcher import Dispatcher
@@ -121,6 +123,7 @@ class GatewayServer:
                 lambda: dispatcher.places,
                 lambda: not dispatcher.waiting and dispatcher.jobs.has_room(),
                 settings.max_body_bytes,
+                self._stats.batch_requests,
                 on_event,
             )
 
@@ -238,25 +241,33 @@ class GatewayServer:
     async def _answer_of_batch(self, call: BatchCall) -> tuple[int, bytes]:
         """Return the status and body that answer one request of a batch."""
         frontend = self._frontends.get(call.path)
+        try:
+            return HTTPStatus.OK, await self._answered_whole(call, frontend)
+        except (RefusedError, UnavailableError, ConfigError) as error:
+            said = turn_error_of(error)
+        except Exception as error:  # noqa: BLE001 - a fault of this program ends one request only
+            said = self._fault(call.path, error)
+        return said.status, frontend.error(said) if frontend else vllm_error(said)
+
+    async def _answered_whole(self, call: BatchCall, frontend: ApiFrontend | None) -> bytes:
+        """Return the answer to one request of a batch; without a frontend it is a pooling route's.
+        Raises TurnError.
+        """
         caller, job = call.record.caller, call.record.job
         headers = {JOB_HEADER: job} if job else {}
-        try:
-            if frontend is None:
-                body = await self._pooled(call.path, call.body, headers, caller, call.placed)
-                return HTTPStatus.OK, body
-            ask = await frontend.read(call.body, headers, caller)
-            if ask.stream:
-                raise BadRequest("stream: a batch answers whole; leave it out", "stream")
-            for request in ask.turns:
-                held_to(caller, request)
-                # One behind trainers' turns does not wait for long: it is sent again.
-                request.priority, request.batch = call.placed(request.priority), call.floor
-            async with self._reading(ask) as turns:
-                await all_finished(turns)
-                await ask.answer.prepare(turns)
-                return HTTPStatus.OK, ask.answer.whole(turns)
-        except TurnError as error:
-            return error.status, frontend.error(error) if frontend else vllm_error(error)
+        if frontend is None:
+            return await self._pooled(call.path, call.body, headers, caller, call.placed)
+        ask = await frontend.read(call.body, headers, caller)
+        if ask.stream:
+            raise BadRequest("stream: a batch answers whole; leave it out", "stream")
+        for request in ask.turns:
+            held_to(caller, request)
+            # One behind trainers' turns does not wait for long: it is sent again.
+            request.priority, request.batch = call.placed(request.priority), call.floor
+        async with self._reading(ask) as turns:
+            await all_finished(turns)
+            await ask.answer.prepare(turns)
+            return ask.answer.whole(turns)
 
     async def _count(self, messages: MessagesFrontend, http: web.Request) -> web.Response:
         """Answer with the number of tokens of a conversation."""
@@ -295,11 +306,11 @@ class GatewayServer:
             routed,
             self._authenticator.admit,
             lambda error: _refusal(error, vllm_error(error)),
-            self._fault,
+            lambda http, error: self._fault(http.path, error),
         )
 
-    def _fault(self, http: web.BaseRequest, error: Exception) -> TurnError:
-        self._on_event("fault", path=clean(http.path)[:200], reason=repr(error)[:500])
+    def _fault(self, path: str, error: Exception) -> TurnError:
+        self._on_event("fault", path=clean(path)[:200], reason=repr(error)[:500])
         return TurnError("the gateway failed at this request; its log says how")
 
     async def _pool(self, http: web.Request) -> web.Response:

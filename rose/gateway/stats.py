@@ -130,11 +130,12 @@ class GatewayStats:
 
     tokens: journaled tokens by replica. ends: attempts by how they ended. turns: delivered turns.
     repeated: requests answered by an earlier turn. hedges: second copies of turns; hedge_wins:
-    those that answered first.
+    those that answered first. batch_requests: requests of batches by what came of them.
     """
 
     tokens: Counter[str] = field(default_factory=Counter)
     ends: Counter[str] = field(default_factory=Counter)
+    batch_requests: Counter[str] = field(default_factory=Counter)
     turns: int = 0
     failed: int = 0
     continuations: int = 0
@@ -235,6 +236,11 @@ def exposition(
             "rose_gateway_attempt_ends_total",
             "Attempts of turns, by how they ended.",
             _by("end", stats.ends),
+        ),
+        *_family(
+            "rose_gateway_batch_requests_total",
+            "Requests of batches that were answered, failed, or have to be sent again.",
+            _by("result", stats.batch_requests),
         ),
         *_family(
             "rose_gateway_live_turns", "Turns that run at a replica now.", _by("replica", live)

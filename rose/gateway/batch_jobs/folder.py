@@ -235,11 +235,23 @@ class BatchFolder:
                     return record
         raise NotHere(f"no batch {batch_id[:80]!r} is here; list them: GET /v1/batches")
 
-    def batches(self, scope: str | None = None) -> list[BatchRecord]:
-        """Return a caller's batches, or everybody's, the newest first."""
+    def batches(self, scope: str) -> list[BatchRecord]:
+        """Return a caller's batches, the newest first."""
         found = _all(self._batches, _decode_batch)
-        mine = [self._told(each) for each in found if scope in (None, each.caller.scope)]
+        mine = [self._told(each) for each in found if each.caller.scope == scope]
         return sorted(mine, key=lambda each: (-each.shown.created_at, each.shown.id))
+
+    def unfinished(self, over: set[str]) -> list[str]:
+        """Return the ids of all batches that are not over; those that are enter `over`, and are not
+        read again.
+        """
+        found: list[str] = []
+        for path in self._batches.glob("batch_*.json"):
+            if path.stem not in over and self.record(path.stem).over:
+                over.add(path.stem)
+            elif path.stem not in over:
+                found.append(path.stem)
+        return found
 
     def cancel(self, record: BatchRecord) -> None:
         """Have the gateway that runs a batch cancel it."""

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from rose.gateway.batch_jobs.folder import (
     BatchErrors,
     BatchFolder,
     BatchRecord,
+    LineFault,
+    NotHere,
 )
 from rose.gateway.batch_jobs.lines import BatchLine, faults_of, requests_of
 
@@ -92,16 +95,19 @@ class BatchRunner:
         places: Callable[[], int],
         room: Callable[[], bool],
         most_line_bytes: int,
+        outcomes: Counter[str],
         say: Say,
     ) -> None:
         """places: returns the number of turns that all replicas take. room: returns True if one
-        more would begin at once. most_line_bytes: longest request. say: logs an event.
+        more would begin at once. most_line_bytes: longest request. outcomes: counts the
+        requests by what came of them. say: logs an event.
         """
         self._folder = folder
         self._answer = answer
         self._places = places
         self._room = room
         self.most_line_bytes = most_line_bytes
+        self._outcomes = outcomes
         self._say = say
         self._news = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -114,11 +120,12 @@ class BatchRunner:
 
     async def run(self) -> None:
         """Run batches until cancelled; those that run are left as they are on disk."""
+        over: set[str] = set()
         try:
             while True:
-                for record in await asyncio.to_thread(self._folder.batches):
-                    if not record.over and record.shown.id not in self._running:
-                        self._start(record.shown.id)
+                for batch_id in await asyncio.to_thread(self._folder.unfinished, over):
+                    if batch_id not in self._running:
+                        self._start(batch_id)
                 self._news.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._news.wait(), SCAN_S)
@@ -178,7 +185,9 @@ class BatchRunner:
             finally:
                 self.leave(place)
             if status not in AGAIN:
+                self._outcomes["answered" if status == OK else "failed"] += 1
                 return status, body
+            self._outcomes["sent_again"] += 1
             await asyncio.sleep(pause_s)
             pause_s = min(MOST_PAUSE_S, 2 * pause_s)
             place = await self.place()
@@ -197,6 +206,13 @@ class _BatchRun:
 
     async def run(self) -> None:
         """Run the batch from where it is to its end. Raises OSError, and then it goes on later."""
+        try:
+            await self._run()
+        except NotHere as error:
+            # Somebody has removed the file by hand.
+            self._fail([LineFault("file_missing", None, str(error))])
+
+    async def _run(self) -> None:
         record, batch = self._record, self._batch
         if batch.in_progress_at is None and not await asyncio.to_thread(self._begin):
             return
@@ -212,18 +228,25 @@ class _BatchRun:
         """Begin with the batch's requests and return True; end it and return False for a file with
         faults.
         """
-        batch, now = self._batch, int(time.time())
+        batch = self._batch
         with self._file() as file:
             total, faults = faults_of(file, batch.endpoint, self._runner.most_line_bytes)
         batch.request_counts.total = total
         if faults:
-            batch.status, batch.failed_at, batch.errors = "failed", now, BatchErrors(faults)
-        else:
-            batch.in_progress_at = now
-            if batch.cancelling_at is None:
-                batch.status = "in_progress"
+            self._fail(faults)
+            return False
+        batch.in_progress_at = int(time.time())
+        if batch.cancelling_at is None:
+            batch.status = "in_progress"
         self._folder.save(self._record)
-        return not faults
+        return True
+
+    def _fail(self, faults: list[LineFault]) -> None:
+        batch = self._batch
+        batch.status, batch.failed_at = "failed", int(time.time())
+        batch.errors = BatchErrors(faults)
+        self._folder.save(self._record)
+        self._folder.clear(batch.id)
 
     def _done(self) -> set[str]:
         """Return the custom ids of answered requests, and count these."""

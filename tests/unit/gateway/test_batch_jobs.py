@@ -12,6 +12,8 @@ import pytest
 
 from rose.errors import ConfigError
 from rose.gateway import Gateway
+from rose.gateway.apis import VllmFrontend
+from rose.gateway.apis.frontend import ApiRequest
 from rose.gateway.batch_jobs import routes as routes_module
 from rose.gateway.batch_jobs import runner as runner_module
 from rose.gateway.batch_jobs.folder import ANSWERS, BatchFolder, NotHere
@@ -102,9 +104,11 @@ async def test_each_request_of_a_file_is_answered(tmp_path: Path) -> None:
         faults = await content(session, over["error_file_id"])
         (listed,) = (await get(session, "/v1/batches"))["data"]
         files = await get(session, "/v1/files?limit=2")
+        metrics = await get(session, "/metrics")
     assert over["request_counts"] == {"total": 5, "completed": 3, "failed": 2}
     assert (over["status"], over["metadata"]) == ("completed", {"for": "evaluation"})
     assert listed == over
+    assert 'rose_gateway_batch_requests_total{result="failed"} 2' in metrics
     assert (len(files["data"]), files["has_more"]) == (2, True)
     by_name = {each["custom_id"]: each["response"] for each in answers}
     assert sorted(by_name) == ["ask-1", "ask-3", "ask-5"]
@@ -171,6 +175,39 @@ async def test_two_gateways_of_a_folder_send_each_request_once(tmp_path: Path) -
         over = [await ended(other, batch) for batch in batches]
     assert [each["request_counts"]["completed"] for each in over] == [10] * 3
     assert len(first.requests) + len(second.requests) == 30
+
+
+async def test_a_batch_whose_file_is_gone_fails(tmp_path: Path) -> None:
+    async with batching(tmp_path, max_sequences=1) as (replica, _, session):
+        replica.hang_after = 0
+        _, batch = await made(session, lines(2))
+        await until_async(lambda: replica.live == 1, 30, "a request")
+        async with session.delete(f"/v1/files/{batch['input_file_id']}") as answer:
+            assert answer.status == 400
+    (tmp_path / "files" / f"{batch['input_file_id']}.json").unlink()
+    async with batching(tmp_path) as (_, _, session):
+        over = await ended(session, batch)
+    (fault,) = over["errors"]["data"]
+    assert (over["status"], fault["code"]) == ("failed", "file_missing")
+
+
+async def test_a_fault_of_this_program_ends_one_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = VllmFrontend.read
+
+    async def read(self: VllmFrontend, body: bytes, *given: Any) -> ApiRequest:
+        if b"200" in body:
+            raise KeyError("a fault")
+        return await whole(self, body, *given)
+
+    monkeypatch.setattr(VllmFrontend, "read", read)
+    async with batching(tmp_path) as (_, _, session):
+        _, batch = await made(session, lines(3))
+        over = await ended(session, batch)
+        (fault,) = await content(session, over["error_file_id"])
+    assert over["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert (fault["custom_id"], fault["response"]["status_code"]) == ("ask-2", 500)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "expired"])

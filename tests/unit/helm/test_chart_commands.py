@@ -149,6 +149,17 @@ def test_keys_of_tokens_reach_the_gateway() -> None:
     assert parse_settings(args[1:]).token_keys == Path("/etc/rose/tokens/keys.json")
 
 
+def test_a_claim_of_batches_reaches_the_gateways_folder() -> None:
+    settings = {"gateway": {"batches": {"claim": "jobs"}}}
+    args = words("Deployment/r-gateway", settings)
+    folder = parse_settings(args[1:]).batch_dir
+    pod = pods(settings)["Deployment/r-gateway"]
+    (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == "batches"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "batches"]
+    assert folder == Path(mount["mountPath"])
+    assert volume["persistentVolumeClaim"] == {"claimName": "jobs"}
+
+
 # ---- the relay ----
 
 
