@@ -12,9 +12,10 @@ granules empty by themselves. A held granule's blocks are in no list; code that 
 pool gets the number of missing blocks.
 
 A block here is what SGLang's allocator calls a page: tokens that are allocated together, one by
-default. Block 0 takes the writes of padding, and is never allocated. Each layer has its keys and
-its values in a tensor of their own, [slots, heads, head size], slot after slot. On host memory
-`HostPages` gives whole pages back; on a GPU memory that ROSE reserved (`reserved_pool.py`) does.
+default. Block 0 takes the writes of padding and is never allocated: its granule stays. Each layer
+has its keys and its values in a tensor of their own, [slots, heads, head size], slot after slot. On
+host memory `HostPages` gives whole pages back; on a GPU memory that ROSE reserved
+(`reserved_pool.py`) does.
 """
 
 import logging
@@ -178,11 +179,11 @@ class BalloonedAllocator(HeldGranules):
         )
 
     def _wholly_free(self, granules: Collection[int]) -> list[int]:
-        free = self._per_granule(self._free())
+        free, never = self._per_granule(self._free()), {*self.held, self.granules.of(0)}
         return [
             granule
             for granule in granules
-            if granule not in self.held and free[granule] == self._blocks_in(granule)
+            if granule not in never and free[granule] == self._blocks_in(granule)
         ]
 
     def _take_out(self, granules: Collection[int]) -> None:

@@ -467,6 +467,18 @@ def test_a_host_on_a_gpu_stops_lending_when_the_pages_are_back(
     host.check()
 
 
+def test_the_memory_to_which_padding_is_written_is_never_lent(
+    gpu_host: tuple[GpuHost, BorrowedPages, StandInDevice],
+) -> None:
+    host, _, _ = gpu_host
+    assert host.allocator.available_size() == SLOTS
+    # All are free, and a turn may come in which all of them are asked for.
+    count = host.pool.granules.count
+    assert sorted(host.pool.lendable(count)) == list(range(1, count))
+    assert host.pool.take([0, 1], fence=0) == 1
+    assert host.pool.held == {1}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_slot_is_lost_and_none_lacks_memory(
     gpu_host: tuple[GpuHost, BorrowedPages, StandInDevice], seed: int
