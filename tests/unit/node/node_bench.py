@@ -79,7 +79,7 @@ class NodeBench:
         self.journal = folder / "journal"
         self.key = SigningKey.generate()
         self.events = EventLog(folder, "scheduler")
-        times = LeaseTimes(ttl_s=1.0, renew_s=0.1, cooldown_s=0.05)
+        times = LeaseTimes(ttl_s=2.0, renew_s=0.1, cooldown_s=0.05)
         core = SchedulerCore(load(()), HarvestMode.ACTIVE, times)
         self.service = SchedulerService(core, InMemoryStore(), self.events)
         self.server = make_server()
