@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.common.processes import BenchProcess, ProcessFleet, scheduler_command
+from bench.common.processes import BenchProcess, ProcessFleet, python, scheduler_command
 from bench.common.report import parser_of, put_judged
 from bench.load.standin import StandInEngine
 from bench.micro.failover import JOB, FollowingNode, register
@@ -57,10 +57,7 @@ class BatchCluster(ProcessFleet):
         options = [f"--scheduler={self.address}", f"--batch-dir={self.folder / 'shared'}"]
         commands = {
             "scheduler": scheduler_command(self._scheduler, self.folder, "--harvest=ACTIVE"),
-            "gateway": (
-                *(sys.executable, "-m", "rose.main.gateway", f"--port={self._gateway}"),
-                *options,
-            ),
+            "gateway": python("rose.main.gateway", f"--port={self._gateway}", *options),
         }
         log = self.folder / f"{which}-{self._started}.log"
         process = BenchProcess(f"{which}-{self._started}", commands[which], log, ()).start()

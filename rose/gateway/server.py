@@ -180,7 +180,7 @@ class GatewayServer:
                 self.batches,
                 self._bodies,
                 {*self._frontends, *POOLING},
-                lambda job: self._dispatcher.jobs.owner(job),
+                self._dispatcher.jobs.owner,
                 self._settings.body_timeout_s,
             ).add_to(app.router)
         return app

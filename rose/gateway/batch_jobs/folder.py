@@ -224,7 +224,7 @@ class BatchFolder:
 
     def record(self, batch_id: str) -> BatchRecord:
         """Return the batch of this id, whosever it is. Raises FileNotFoundError."""
-        return self._told(_decode_batch((self._batches / f"{batch_id}.json").read_bytes()))
+        return self.told(_decode_batch((self._batches / f"{batch_id}.json").read_bytes()))
 
     def batch(self, batch_id: str, scope: str) -> BatchRecord:
         """Return a caller's batch. Raises NotHere."""
@@ -238,7 +238,7 @@ class BatchFolder:
     def batches(self, scope: str) -> list[BatchRecord]:
         """Return a caller's batches, the newest first."""
         found = _all(self._batches, _decode_batch)
-        mine = [self._told(each) for each in found if each.caller.scope == scope]
+        mine = [self.told(each) for each in found if each.caller.scope == scope]
         return sorted(mine, key=lambda each: (-each.shown.created_at, each.shown.id))
 
     def unfinished(self, over: set[str]) -> list[str]:
@@ -253,13 +253,18 @@ class BatchFolder:
                 found.append(path.stem)
         return found
 
-    def cancel(self, record: BatchRecord) -> None:
-        """Have the gateway that runs a batch cancel it."""
+    def cancel(self, record: BatchRecord) -> BatchRecord:
+        """Have the gateway that runs a batch cancel it, and return the record as cancelling."""
         (self._batches / f"{record.shown.id}.cancel").touch()
+        return self.told(record)
 
-    def cancelled(self, batch_id: str) -> bool:
-        """Return True if somebody cancels the batch."""
-        return (self._batches / f"{batch_id}.cancel").exists()
+    def told(self, record: BatchRecord) -> BatchRecord:
+        """Return the record, as cancelling if somebody cancels it: its gateway looks later."""
+        batch = record.shown
+        cancelled = (self._batches / f"{batch.id}.cancel").exists()
+        if not record.over and batch.cancelling_at is None and cancelled:
+            batch.status, batch.cancelling_at = "cancelling", int(time.time())
+        return record
 
     def clear(self, batch_id: str) -> None:
         """Remove what a batch that is over does not need."""
@@ -319,13 +324,6 @@ class BatchFolder:
             return None
         return self.keep(source, name, "batch_output", record.caller.scope, file_id).id
 
-    def _told(self, record: BatchRecord) -> BatchRecord:
-        """Return the record, as cancelling if it is to be: the gateway that runs it looks later."""
-        batch = record.shown
-        if not record.over and batch.cancelling_at is None and self.cancelled(batch.id):
-            batch.status, batch.cancelling_at = "cancelling", int(time.time())
-        return record
-
     def _bytes_of(self, file_id: str) -> Path:
         return self._files / f"{file_id}.jsonl"
 
@@ -343,8 +341,12 @@ def _all(folder: Path, decode: Callable[[bytes], T]) -> Iterator[T]:
 def _replace(path: Path, data: bytes) -> None:
     """Write a file whole and durable: it has its old bytes or these."""
     draft = path.with_name(f"{DRAFT}{secrets.token_hex(12)}")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    try:
+        with draft.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        # What a full disk left of it.
+        draft.unlink(missing_ok=True)

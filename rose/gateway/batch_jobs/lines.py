@@ -38,24 +38,24 @@ def faults_of(file: BinaryIO, endpoint: str, most_bytes: int) -> tuple[int, list
             break
         if not line.strip():
             continue
-        fault = _fault(line, endpoint, most_bytes, seen)
-        if fault is None and len(seen) == MAX_REQUESTS:
-            fault = "too_many_requests", f"a batch has at most {MAX_REQUESTS} requests", None
-        if fault is not None:
-            faults.append(LineFault(fault[0], number, fault[1], fault[2]))
-            if fault[0] == "too_many_requests":
-                break
-            continue
-        seen[_decode(line).custom_id] = number
+        found = _checked(line, endpoint, most_bytes, seen)
+        if isinstance(found, str) and len(seen) == MAX_REQUESTS:
+            words = f"a batch has at most {MAX_REQUESTS} requests"
+            faults.append(LineFault("too_many_requests", number, words))
+            break
+        if isinstance(found, str):
+            seen[found] = number
+        else:
+            faults.append(LineFault(found[0], number, found[1], found[2]))
     if not seen and not faults:
         faults.append(LineFault("empty_file", None, "the file has no request, one a line"))
     return len(seen), faults
 
 
-def _fault(
+def _checked(
     line: bytes, endpoint: str, most_bytes: int, seen: dict[str, int]
-) -> tuple[str, str, str | None] | None:
-    """Return the code, words and field of a line's fault, None if it is sound."""
+) -> str | tuple[str, str, str | None]:
+    """Return a sound line's custom id, or the code, words and field of its fault."""
     if len(line) > most_bytes:
         return "line_too_long", f"a request has at most {most_bytes} bytes", None
     try:
@@ -76,7 +76,7 @@ def _fault(
         return "mismatched_endpoint", words, "url"
     if not bytes(asked.body).lstrip().startswith(b"{"):
         return "invalid_body", "body: the request's JSON object", "body"
-    return None
+    return asked.custom_id
 
 
 def requests_of(file: BinaryIO, done: Collection[str]) -> Iterator[BatchLine]:

@@ -208,8 +208,7 @@ class BatchRoutes:
         record = await asyncio.to_thread(self._folder.batch, batch_id, scope)
         if record.over:
             raise BadRequest(f"the batch is {record.shown.status} already")
-        await asyncio.to_thread(self._folder.cancel, record)
-        return json_answer((await asyncio.to_thread(self._folder.batch, batch_id, scope)).shown)
+        return json_answer((await asyncio.to_thread(self._folder.cancel, record)).shown)
 
 
 def _seconds_of(window: str) -> int:

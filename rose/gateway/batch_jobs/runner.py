@@ -21,11 +21,14 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from itertools import islice
 from typing import BinaryIO, Final
 
 import msgspec
 
+from rose.contract.gateway import RETRIED
+from rose.gateway.backends.http_pool import OK
 from rose.gateway.batch_jobs.folder import (
     ANSWERS,
     FAULTS,
@@ -50,9 +53,8 @@ SCAN_S = 2.0
 FLUSH_S = 0.05
 SHOWN_S: Final = 1.0
 READ_LINES: Final = 256
-OK: Final = 200
 # Statuses of a gateway that is busy: the request is sent again, until the batch expires.
-AGAIN: Final = frozenset({429, 502, 503})
+AGAIN: Final = RETRIED - {HTTPStatus.GATEWAY_TIMEOUT}
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 30.0
 EXPIRED: Final = "this request was not answered within the batch's completion window"
 
@@ -312,13 +314,11 @@ class _BatchRun:
 
     def _look(self) -> str:
         """Save the batch's counts; return `cancelled` or `expired` if it is to stop."""
-        batch, now = self._batch, int(time.time())
-        if self._folder.cancelled(batch.id):
-            batch.status, batch.cancelling_at = "cancelling", batch.cancelling_at or now
-        self._folder.save(self._record)
+        batch = self._batch
+        self._folder.save(self._folder.told(self._record))
         if batch.cancelling_at is not None:
             return "cancelled"
-        return "expired" if now >= batch.expires_at else ""
+        return "expired" if int(time.time()) >= batch.expires_at else ""
 
     def _end(self) -> None:
         """Make files of the batch's answers, and end it; after a crash it is called again."""
