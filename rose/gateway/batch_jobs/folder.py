@@ -348,5 +348,5 @@ def _replace(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     finally:
-        # What a full disk left of it.
+        # A full disk leaves a part of it.
         draft.unlink(missing_ok=True)
