@@ -11,7 +11,7 @@ from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
 CONTENTS = {
-    "Use it": "demo node gateway batches scheduler capacity-policy client weights models"
+    "Use it": "demo node gateway batches scheduler capacity-policy client weights buckets models"
     " trainers gpu-memory engines security",
     "Operate it": "operators/*",
     "Understand it": "architecture lifecycle code-map glossary contracts/README adr/README",

@@ -137,6 +137,10 @@ _URL = re.compile(
     r"(?::(?P<port>[0-9]{1,5}))?"
     r"(?:/(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})*)?"
 )
+_BUCKET = re.compile(
+    r"(?:(?:s3|gs|az)://[A-Za-z0-9][A-Za-z0-9._-]{1,253}|file://)"
+    r"(?:/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~=+-]+){1,32}"
+)
 _LABEL = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 # inet_aton(3), and with it resolvers, read these as parts of IPv4 addresses: 127.1, 0x7f000001.
 _NUMBER = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
@@ -154,6 +158,28 @@ def checked_url(url: str, whose: str, schemes: tuple[str, ...] = ("http", "https
     if len(url) <= KEPT_URL_CHARS and _is_checked(url, schemes):
         return url
     return _checked(url, whose, schemes)
+
+
+def checked_source(url: str, whose: str) -> str:
+    """Return `url` unchanged if weights can be served from it: over HTTP, or from a bucket as
+    s3://BUCKET/PATH, gs://, az:// or file:///PATH. Raises `ConfigError` for any other.
+    """
+    return (checked_bucket if is_bucket(url) else checked_url)(url, whose)
+
+
+def is_bucket(url: str) -> bool:
+    """Return True if the scheme of `url` is that of an object store."""
+    return url.startswith(("s3://", "gs://", "az://", "file://"))
+
+
+def checked_bucket(url: str, whose: str) -> str:
+    """Return `url` unchanged if it names a folder of a bucket. Raises `ConfigError` otherwise."""
+    if len(url) > MAX_URL_CHARS or not _BUCKET.fullmatch(url):
+        raise ConfigError(
+            f"{whose} is {_shown(url)}, which is no bucket; give s3://BUCKET/PATH, gs://BUCKET/PATH,"
+            " az://CONTAINER/PATH or file:///PATH"
+        )
+    return url
 
 
 @lru_cache(maxsize=16_384)

@@ -19,6 +19,7 @@ WeightError
 ├── ProbeError          the probe cannot run in this engine
 ├── DeviceMemoryError   a GPU has no memory for an update
 ├── StoreError          the store refuses: a chunk is not durable or a version exists already
+├── BucketError         an object store cannot be opened, or refuses a call
 └── TransferError       weights cannot be fetched or served
     ├── FetchError          a version could not be fetched whole
     ├── IndexFormatError    a reply is not a catalog of the job
@@ -104,6 +105,10 @@ class DeviceMemoryError(WeightError):
 
 class StoreError(WeightError):
     """Error for a store or file that refuses: unreadable, full, or a version that exists."""
+
+
+class BucketError(WeightError):
+    """Error for an object store that cannot be opened, or refuses a call."""
 
 
 class TransferError(WeightError):

@@ -6,6 +6,7 @@ Needs root and iproute2. Everything is removed at the end; nothing outside the n
 Each side is a process, `python -m bench.weights.link`:
 
 origin FOLDER URL            serve a store until standard input ends
+copy FOLDER BUCKET           on a line of input copy a store into a bucket
 receive FOLDER URL ORIGIN MEMBER…   write {"event":"up"}; on a line of input fetch version 1 as a
                              base and load it, then write {"event":"ready", …}
 """
@@ -19,21 +20,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import aiohttp
 import numpy as np
 
 from bench.common.processes import BenchProcess, python
 from bench.weights.ranks import compile_kernels
+from rose.addresses import is_bucket
 from rose.weight_distribution import Credentials, VersionServer
 from weight_transfer import ChunkStore, Manifest, Receiver, SigningKey, TensorBits, VersionPublisher
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits
 from weight_transfer.format.tensors import WIDTHS, unsigned
+from weight_transfer.publish.bucket_copy import BucketCopy
 
 JOB = "bench"
 ORIGIN_ADDRESS, CLUSTER_ADDRESS = "10.231.77.1", "10.231.77.2"
@@ -63,10 +65,22 @@ async def _origin(folder: Path, url: str) -> None:
     await server.close()
 
 
+async def _copy(folder: Path, bucket: str) -> None:
+    copy = BucketCopy(ChunkStore(folder), bucket, JOB, SigningKey.generate())
+    await copy.start()
+    _write(event="up")
+    await asyncio.to_thread(sys.stdin.readline)
+    await copy.publish()
+    _write(event="copied")
+    await asyncio.to_thread(sys.stdin.read)
+
+
 async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) -> None:
     store, port = ChunkStore(folder), urlsplit(url).port
     assert port
-    async with aiohttp.ClientSession() as session:
+    session = Credentials(insecure=True).sources([origin] if is_bucket(origin) else ())
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(session.close)
         fetcher = ChunkFetcher(session, DownloadLimits(store, Caps()), url, members)
         fetcher.follow(JOB, origin, None)
         server = VersionServer(store, port, fetcher=fetcher)
@@ -108,6 +122,8 @@ def main(words: Sequence[str]) -> None:
     role, folder, url, *rest = words
     if role == "origin":
         asyncio.run(_origin(Path(folder), url))
+    elif role == "copy":
+        asyncio.run(_copy(Path(folder), url))
     else:
         asyncio.run(_receive(Path(folder), url, rest[0], rest[1:]))
 
@@ -191,7 +207,7 @@ def link_figures(seed: int) -> dict[str, object]:
             tempfile.TemporaryDirectory(prefix="rose-link-") as folder,
             shaped_link(MBIT, DELAY_MS, LOSS_PERCENT) as link,
         ):
-            manifest = _published(Path(folder) / "origin", seed)
+            manifest = published(Path(folder) / "origin", seed)
             rows = [_run(link, Path(folder), manifest, count) for count in RECEIVERS]
             shape = {"mbit": MBIT, "delay_ms": DELAY_MS, "loss_percent": LOSS_PERCENT}
             if not link.delayed:
@@ -201,11 +217,11 @@ def link_figures(seed: int) -> dict[str, object]:
         return {"skipped": str(error)}
 
 
-def _published(root: Path, seed: int) -> Manifest:
-    """Publish a base of 32 MiB of weights, which hardly compress."""
+def published(root: Path, seed: int, count: int = TENSORS) -> Manifest:
+    """Publish a base of `count` tensors of 2 MiB, which hardly compress."""
     rng = np.random.default_rng(seed)
     tensors = {}
-    for number in range(TENSORS):
+    for number in range(count):
         name = f"layers.{number}.weight"
         bits = rng.integers(0, 1 << 16, ROWS * COLUMNS, dtype="<u2")
         tensors[name] = TensorBits(name, "bfloat16", (ROWS, COLUMNS), bits)
@@ -219,9 +235,9 @@ def _run(link: ShapedLink, folder: Path, manifest: Manifest, count: int) -> dict
     origin = f"http://{ORIGIN_ADDRESS}:{PORT}"
     members = [f"http://127.0.0.1:{PORT + 1 + n}" for n in range(count)]
     with ExitStack() as stack:
-        _started(stack, link, link.origin, "origin", folder / "origin", origin)
+        started(stack, link, link.origin, "origin", folder / "origin", origin)
         receivers = [
-            _started(
+            started(
                 *(stack, link, link.cluster, "receive"),
                 *(folder / f"{count}-{n}", member, origin, *members),
             )
@@ -249,7 +265,7 @@ def _run(link: ShapedLink, folder: Path, manifest: Manifest, count: int) -> dict
     }
 
 
-def _started(
+def started(
     stack: ExitStack, link: ShapedLink, namespace: str, role: str, *words: object
 ) -> BenchProcess:
     argv = link.inside(namespace, python("bench.weights.link", role, *words))

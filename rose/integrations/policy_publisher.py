@@ -240,6 +240,7 @@ class PolicyPublisher:
                 certificates=settings.certificates(),
                 take_over=settings.take_over,
                 checkpoint=settings.checkpoint,
+                bucket=settings.bucket,
             ),
         )
         begun = await self._publisher.start()

@@ -4,6 +4,7 @@ Trainers start their workers themselves, so each setting has an environment vari
 
     ROSE_JOB ROSE_SCHEDULER ROSE_GATEWAY ROSE_CHECKPOINT ROSE_ROOT ROSE_KEY
     ROSE_HOST ROSE_PORT ROSE_MAX_STALENESS ROSE_REPLICAS ROSE_TIMEOUT_S ROSE_TAKE_OVER
+    ROSE_BUCKET
     ROSE_TOKEN_FILE ROSE_CA ROSE_CERTIFICATE ROSE_CERTIFICATE_KEY
 """
 
@@ -14,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
-from rose.addresses import checked_addresses, checked_url
+from rose.addresses import checked_addresses, checked_bucket, checked_url
 from rose.client.blocking import BlockingRolloutClient
 from rose.client.credentials import GatewayCredentials
 from rose.errors import ConfigError
@@ -34,11 +35,11 @@ class TrainerSettings:
     checkpoint: Hugging Face folder that replicas start with: version 0, and the names and dtypes of
     all published weights. root: folder of published versions, the job's own; a trainer that
     restarts with it continues. key: file of the job's signing key. host, port: address at which
-    nodes fetch versions, 0 for any free port. replicas: how many must serve a version before
-    `publish` returns.
-    timeout_s: bound of each wait. take_over: replace a trainer of this job that still runs.
-    frozen: beginnings of names, with commas between them, of tensors that stay the checkpoint's
-    (`model.visual.`): the trainer need not give them.
+    nodes fetch versions, 0 for any free port. bucket: s3://BUCKET/PATH, gs://, az:// or file:///PATH
+    that gets a copy of the root, which nodes then read instead. replicas: how many must serve a
+    version before `publish` returns. timeout_s: bound of each wait. take_over: replace a trainer of
+    this job that still runs. frozen: beginnings of names, with commas between them, of tensors that
+    stay the checkpoint's (`model.visual.`): the trainer need not give them.
     token_file: token shown to gateways, of `rose token issue --out`. ca, certificate and
     certificate_key: of a cluster that has certificates; gateways may need no more than the ca.
     """
@@ -56,6 +57,7 @@ class TrainerSettings:
     timeout_s: float = 300.0
     take_over: bool = False
     frozen: str = ""
+    bucket: str = ""
     token_file: Path | None = None
     ca: Path | None = None
     certificate: Path | None = None
@@ -71,6 +73,8 @@ class TrainerSettings:
                 raise ConfigError(f"a trainer needs its {name}; set {PREFIX}{name.upper()}")
         checked_addresses(self.scheduler, f"{PREFIX}SCHEDULER {self.scheduler}")
         checked_url(self.gateway, f"{PREFIX}GATEWAY")
+        if self.bucket:
+            checked_bucket(self.bucket, f"{PREFIX}BUCKET")
         if not self.checkpoint.is_dir():
             raise ConfigError(f"{self.checkpoint}: no such folder; set {PREFIX}CHECKPOINT")
         if self.max_staleness < 0 or self.replicas < 0:

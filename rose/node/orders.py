@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from executor.grant_controller import UNCAPPED, HarvestCaps
-from rose.addresses import checked_url
+from rose.addresses import checked_source, checked_url
 from rose.clock import boot_clock_s
 from rose.errors import ConfigError, RefusedError
 from rose.node.guest.kill_switch import KillSwitch
@@ -63,7 +63,7 @@ def _check_version(version: rose_pb2.Version) -> None:
         raise RefusedError(
             f"version {version.version} with parent {version.parent}; versions grow, up to 2^53"
         )
-    checked_url(version.url, f"the url of version {version.version}")
+    checked_source(version.url, f"the url of version {version.version}")
 
 
 def _check_relays(relays: rose_pb2.Relays) -> None:

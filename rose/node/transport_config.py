@@ -59,11 +59,13 @@ class TransportConfig(CertificateConfig):
     token_file: file of the token that every caller of a cluster bears. ca, certificate, key: PEM
     files of another certificate than the node's own, which otherwise serves for weights too. Give
     all three or none. origins: scheme, host and port of the publisher and the relays that get the
-    token where there are no certificates.
+    token where there are no certificates. buckets: folders of object stores (s3://BUCKET/PATH) that
+    this node reads versions from; its environment has the credentials.
     """
 
     token_file: Path | None = None
     origins: tuple[str, ...] = ()
+    buckets: tuple[str, ...] = ()
 
     def credentials(self, own: CertificateConfig) -> Credentials:
         """Return the credentials read from these files; `own` gives the certificate if this object

@@ -50,6 +50,7 @@ from weight_transfer.catalog import Catalog, FetchPlan
 from weight_transfer.errors import FanoutError, FetchError, IndexFormatError
 from weight_transfer.fetch import ChunkFetcher, DownloadLimits, PublisherClient, fetch_version
 from weight_transfer.fetch.nccl import GroupLead, Membership, join_group, lead
+from weight_transfer.fetch.session import SourceSession
 
 # Number of announced deltas kept for each job; a replica further behind plans by the publisher's
 # catalog.
@@ -246,7 +247,7 @@ class WeightNetwork:
         if relay := config.relay:
             self._credentials = replace(self._credentials, insecure=relay.insecure)
             self._credentials.check_exposure(relay.host)
-        self._session: aiohttp.ClientSession | None = None
+        self._session: SourceSession | None = None
         self._server: VersionServer | None = None
         self._source: WeightSource | None = None
         self._joining: asyncio.Task[None] | None = None
@@ -273,7 +274,7 @@ class WeightNetwork:
         replicas: HTTP session to this node's own engines.
         """
         config = self._config
-        self._session = self._credentials.session()
+        self._session = self._credentials.sources(config.transport.buckets)
         store = ChunkStore(config.weights)
         fetcher = ChunkFetcher(
             self._session, DownloadLimits(store, config.receiver.caps), self.relay_url

@@ -14,10 +14,13 @@ from typing import Self
 import aiohttp
 from yarl import URL
 
-from rose.addresses import checked_url, host_port, is_loopback
+from rose.addresses import checked_bucket, checked_url, host_port, is_loopback
 from rose.errors import ConfigError
 from rose.security.certificates import CertificateFiles, files_of
 from rose.security.keys import check_no_key
+from weight_transfer.bucket import Bucket
+from weight_transfer.errors import BucketError
+from weight_transfer.fetch.session import SourceSession
 
 MOST_CONNECTIONS = 256
 
@@ -138,6 +141,17 @@ class Credentials:
             limit=MOST_CONNECTIONS, ssl=True if context is None else context
         )
         return aiohttp.ClientSession(connector=connector, middlewares=(prove,))
+
+    def sources(self, buckets: Iterable[str] = ()) -> SourceSession:
+        """Return a new session like that of `session`, which reads from these buckets too.
+
+        Raises ConfigError for a bucket that cannot be opened.
+        """
+        named = [checked_bucket(url, "a bucket of versions") for url in buckets]
+        try:
+            return SourceSession(self.session(), [Bucket(url) for url in named])
+        except BucketError as error:
+            raise ConfigError(str(error)) from error
 
     def bears(self, url: URL) -> bool:
         """Return True if a request to `url` carries the token.

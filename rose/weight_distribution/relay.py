@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from rose.addresses import check_exposure, host_port
+from rose.addresses import check_exposure, host_port, is_bucket
 from rose.command_line.parser import Parser, add_metrics_options, check_metrics_port
 from rose.errors import ConfigError
 from rose.logs.process_log import add_logging_options, announce, start_logging
@@ -60,8 +60,10 @@ class Relay:
         """
         credentials.check_exposure(host)
         # The relay's own configuration names these addresses; announcements do not.
-        credentials = credentials.naming((*(each.origin for each in jobs), *members))
-        self._session = credentials.session()
+        origins = {each.origin for each in jobs}
+        buckets = set(filter(is_bucket, origins))
+        credentials = credentials.naming((*(origins - buckets), *members))
+        self._session = credentials.sources(buckets)
         store = ChunkStore(root)
         me = f"{credentials.scheme}://{host_port(host, port)}"
         self.fetcher = ChunkFetcher(

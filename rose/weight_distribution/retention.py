@@ -13,6 +13,7 @@ from rose.process.background_tasks import described
 from weight_transfer import ChunkStore, TensorBits, VersionPublisher, WeightError
 from weight_transfer.catalog import LONGEST_TTL_S, Catalog, ReadLeases
 from weight_transfer.errors import ReadLeaseError
+from weight_transfer.publish.bucket_copy import BucketCopy
 
 # Signatures live for a day, and are renewed after half of it.
 RENEW_EVERY_S = 3_600.0
@@ -43,6 +44,7 @@ class RetentionTask:
         publisher: VersionPublisher,
         leases: ReadLeases,
         on_trouble: Callable[[str], None],
+        bucket: BucketCopy | None = None,
     ) -> None:
         self.publishing = asyncio.Lock()
         """Lock held while chunks are stored before their manifest: no file is deleted meanwhile."""
@@ -50,6 +52,7 @@ class RetentionTask:
         self._publisher = publisher
         self._leases = leases
         self._on_trouble = on_trouble
+        self._bucket = bucket
         self._latest: Latest | None = None
         self._task: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -69,6 +72,8 @@ class RetentionTask:
         async with self.publishing:
             try:
                 await asyncio.to_thread(self._publisher.renew)
+                if self._bucket:
+                    await self._bucket.publish()
             except (WeightError, OSError) as error:
                 self._on_trouble(f"the newest version was not signed anew: {error}")
 
@@ -109,6 +114,8 @@ class RetentionTask:
                 if size > 0 and await asyncio.to_thread(self.base_due, size):
                     make = partial(self._publisher.publish_base, latest.version, latest.tensors)
                     await asyncio.to_thread(make)
+                    if self._bucket:
+                        await self._bucket.publish()
                 await self._collect()
             except (WeightError, OSError) as error:
                 self._on_trouble(f"retention after version {latest.version}: {error}")
@@ -128,9 +135,13 @@ class RetentionTask:
     async def _collect(self) -> None:
         now_s = time.monotonic()
         if self._leases.settled(now_s):
+            if self._bucket:
+                await self._bucket.lease_to(self._leases)
             async with self.publishing:
                 leases = self._leases.live(now_s)
                 await asyncio.to_thread(self._store.collect, leases, now_s)
+            if self._bucket:
+                await self._bucket.prune()
 
     def _hold(self, name: str, version: int) -> None:
         try:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc.aio
 
+from rose.addresses import checked_bucket
 from rose.errors import NotAnnouncedError, RefusedError, RunFencedError, UnavailableError
 from rose.rpc import rose_pb2
 from rose.rpc.leader_channel import LeaderChannel
@@ -54,6 +55,7 @@ from weight_transfer import (
 )
 from weight_transfer.catalog import ReadLeases
 from weight_transfer.format.delta_codec import Level
+from weight_transfer.publish.bucket_copy import BucketCopy
 from weight_transfer.publish.level import AUTO, LevelChoice, level_for
 from weight_transfer.publish.restore import way_to
 from weight_transfer.serve import Signer
@@ -112,7 +114,8 @@ class PublisherSettings:
     guests beside other jobs. max_guests: most guests that the job may lease at once, 0 for no
     limit. run: label of the run in messages. take_over: fence a trainer that has the job, instead
     of being refused. checkpoint: folder of version 0, from which a run is restored until its root
-    has a base.
+    has a base. bucket: s3://BUCKET/PATH, gs://, az:// or file:///PATH that gets a copy of the root,
+    from which nodes read instead of from this machine.
     """
 
     host: str = "127.0.0.1"
@@ -127,6 +130,7 @@ class PublisherSettings:
     run: str = ""
     take_over: bool = False
     checkpoint: Path | None = None
+    bucket: str = ""
 
 
 DEFAULTS = PublisherSettings()
@@ -203,15 +207,19 @@ class WeightPublisher:
             leases=leases,
             signer=Signer(job, key),
         )
-        self._retention = RetentionTask(store, self._bases, leases, _log.warning)
+        self._bucket = None
+        if settings.bucket:
+            checked_bucket(settings.bucket, "bucket")
+            self._bucket = BucketCopy(store, settings.bucket, job, key)
+        self._retention = RetentionTask(store, self._bases, leases, _log.warning, self._bucket)
         self._scheduler = trainers_channel(scheduler, certificates)
         # A channel of its own: a renewal must not disturb an announcement.
         self._renewals = trainers_channel(scheduler, certificates)
 
     @property
     def url(self) -> str:
-        """URL at which this publisher serves versions."""
-        return self._server.url
+        """URL at which nodes read the versions: of this publisher's server, or of its bucket."""
+        return self._bucket.url if self._bucket else self._server.url
 
     @property
     def adapter(self) -> Adapter | None:
@@ -253,6 +261,8 @@ class WeightPublisher:
         # Check before the scheduler learns of this trainer: another job's root must not be served.
         await asyncio.to_thread(self._check_root)
         await self._server.start()
+        if self._bucket:
+            await self._bucket.start()
         self._retention.start()
         self._registration.claim.CopyFrom(self._claim)
         reply = await until_free(self._register, WAIT_S)
@@ -501,8 +511,15 @@ class WeightPublisher:
 
     async def _tell(self, version: int, parent: int) -> None:
         request = rose_pb2.AnnounceVersionRequest(
-            job=self._job, version=version, parent=parent, url=self._server.url, claim=self._claim
+            job=self._job, version=version, parent=parent, url=self.url, claim=self._claim
         )
+        if self._bucket:
+            try:
+                await self._bucket.publish()
+            except WeightError as error:
+                raise NotAnnouncedError(
+                    f"version {version}: {error}; it is, with the next"
+                ) from error
         trace = current_trace()
         metadata = tuple(trace.headers().items()) if trace else ()
         try:

@@ -25,11 +25,11 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 from urllib.parse import quote
 
 import aiohttp
@@ -196,8 +196,40 @@ def refusal(url: str, status: int) -> str:
     return f"{url}: HTTP {status}{hint}"
 
 
+class ReplyBody(Protocol):
+    """Body of a reply, as aiohttp has it."""
+
+    def iter_any(self) -> AsyncIterator[bytes]: ...
+
+
+class Reply(Protocol):
+    """Reply of a source of weights, as aiohttp has it."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def content(self) -> ReplyBody: ...
+
+
+class Session(Protocol):
+    """Session that asks sources of weights: of aiohttp, or one that reads buckets too."""
+
+    def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        timeout: aiohttp.ClientTimeout,
+        headers: Mapping[str, str] | None = None,
+        data: bytes | None = None,
+        allow_redirects: bool = True,
+    ) -> AbstractAsyncContextManager[Reply]:
+        """Return the context of a request, with its reply."""
+
+
 async def whole_reply(
-    session: aiohttp.ClientSession,
+    session: Session,
     url: str,
     timeout: aiohttp.ClientTimeout,
     most: int,
@@ -296,7 +328,7 @@ class Download:
         assert self._file
         return os.dup(self._file.fileno())
 
-    async def run(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
+    async def run(self, session: Session, route: Route, gate_of: GateOf) -> None:
         """Download the chunk into the store; return once it is there and verified, at once if it is
         there already.
 
@@ -312,7 +344,7 @@ class Download:
             self.ended = True
             self._notify()
 
-    async def _bring(self, session: aiohttp.ClientSession, route: Route, gate_of: GateOf) -> None:
+    async def _bring(self, session: Session, route: Route, gate_of: GateOf) -> None:
         failure: Exception | None = None
         for attempt in range(ATTEMPTS_PER_SOURCE):
             for source in self._scores.ordered(route.sources, time.monotonic()):
@@ -347,14 +379,14 @@ class Download:
             f"chunk {self.ref.id} cannot be fetched: {failure or 'no source'}; is its source alive?"
         ) from failure
 
-    async def _doubt(self, session: aiohttp.ClientSession, source: str) -> None:
+    async def _doubt(self, session: Session, source: str) -> None:
         """Ask a source to verify its own copy of the chunk; failures are ignored."""
         with contextlib.suppress(*ATTEMPT_FAILURES):
             url = f"{source}/chunks/{self.ref.id}/doubt"
-            async with session.post(url, timeout=_CALL, allow_redirects=False):
+            async with session.request("POST", url, timeout=_CALL, allow_redirects=False):
                 pass
 
-    async def _pull(self, session: aiohttp.ClientSession, source: str, route: Route) -> None:
+    async def _pull(self, session: Session, source: str, route: Route) -> None:
         if self.here == self.ref.encoded_bytes:
             return
         for _ in range(MOST_TURNS_IN_LINE):
@@ -362,7 +394,7 @@ class Download:
                 return
         raise SourceError(f"{source} keeps chunk {self.ref.id} in line for too long")
 
-    async def _ask(self, session: aiohttp.ClientSession, source: str, route: Route) -> bool:
+    async def _ask(self, session: Session, source: str, route: Route) -> bool:
         """Receive the rest of the chunk from a source.
 
         Return False if it waits in line there (202).
@@ -375,8 +407,8 @@ class Download:
         silence_s = SILENCE_TIMEOUT_S if source == route.origin else RELAY_SILENCE_TIMEOUT_S
         timeout = aiohttp.ClientTimeout(None, sock_connect=3.0, sock_read=silence_s)
         url = f"{source}/chunks/{self.ref.id}"
-        async with session.get(
-            url, headers=headers, timeout=timeout, allow_redirects=False
+        async with session.request(
+            "GET", url, headers=headers, timeout=timeout, allow_redirects=False
         ) as response:
             if response.status == 202:
                 return False
@@ -392,7 +424,7 @@ class Download:
             raise SourceError(f"{url}: broke off after {self.here} bytes")
         return True
 
-    async def _body(self, source: str, origin: str, response: aiohttp.ClientResponse) -> None:
+    async def _body(self, source: str, origin: str, response: Reply) -> None:
         # Measure from the first byte on: a relay's wait in line says nothing about its speed.
         asked_s, began_s, first = time.monotonic(), 0.0, self.here
         block = bytearray()
@@ -402,7 +434,7 @@ class Download:
                 block += part
                 if self.here + len(block) > self.ref.encoded_bytes:
                     block.clear()
-                    raise SourceError(f"{response.url} sends more than {self.ref.encoded_bytes} B")
+                    raise SourceError(f"{source} sends more than {self.ref.encoded_bytes} B")
                 self._receiving.traffic.fetched(len(part), from_publisher=source == origin)
                 # Unread bytes stay with the sender: TCP flow control applies the cap to it.
                 await self._receiving.arrived(len(part))

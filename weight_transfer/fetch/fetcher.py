@@ -46,6 +46,7 @@ from weight_transfer.fetch.download import (
     Download,
     PeerScores,
     Route,
+    Session,
     whole_reply,
 )
 from weight_transfer.fetch.limits import DownloadLimits
@@ -108,7 +109,7 @@ class ChunkFetcher:
 
     def __init__(
         self,
-        session: aiohttp.ClientSession,
+        session: Session,
         receiving: DownloadLimits,
         me: str = "",
         members: Iterable[str] = (),

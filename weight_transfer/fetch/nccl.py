@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from weight_transfer import ChunkDigestError, ChunkRef, Manifest
 from weight_transfer.errors import FanoutError, FetchError, GroupBrokenError, StorageError
-from weight_transfer.fetch.download import ATTEMPT_FAILURES, order, whole_reply
+from weight_transfer.fetch.download import ATTEMPT_FAILURES, Session, order, whole_reply
 from weight_transfer.fetch.limits import DownloadLimits
 from weight_transfer.format.chunk import check_id
 
@@ -107,7 +107,7 @@ class GroupLead:
 class RemoteBarrier:
     """Client of the leader's barrier, for other members: `POST {leader}/group/{what}/{rank}`."""
 
-    def __init__(self, session: aiohttp.ClientSession, leader: str, wait_s: float = WAIT_S) -> None:
+    def __init__(self, session: Session, leader: str, wait_s: float = WAIT_S) -> None:
         self._session = session
         self._leader = leader
         self._timeout = aiohttp.ClientTimeout(total=2 * wait_s)
@@ -119,11 +119,9 @@ class RemoteBarrier:
         """
         url = f"{self._leader}/group/{what}/{rank}"
         try:
-            async with self._session.post(
-                url, timeout=self._timeout, allow_redirects=False
-            ) as answer:
-                return answer.status == 200 and await answer.content.read(4) == b"all"
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+            most = len("not all")
+            return await whole_reply(self._session, url, self._timeout, most, asked=b"") == b"all"
+        except ATTEMPT_FAILURES as error:
             _log.info("%s holds no barrier for its group: %s", self._leader, error)
             return False
 
@@ -373,7 +371,7 @@ def lead(size: int) -> GroupLead:
 
 
 async def join_group(
-    session: aiohttp.ClientSession,
+    session: Session,
     mine: Membership,
     leading: GroupLead | None = None,
     make: MakeCommunicator = NcclCommunicator,
@@ -395,7 +393,7 @@ async def join_group(
     return FixedGroup(communicator, barrier)
 
 
-async def _members_named(session: aiohttp.ClientSession, leader: str) -> tuple[int, ...]:
+async def _members_named(session: Session, leader: str) -> tuple[int, ...]:
     """Return the group's id from the leader, asking every second until it answers."""
     timeout = aiohttp.ClientTimeout(total=5 * ASK_S)
     while True:

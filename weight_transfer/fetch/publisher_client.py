@@ -25,7 +25,7 @@ from msgspec import Meta, Struct
 from weight_transfer import SigningKey, VerifyKey, WeightError
 from weight_transfer.catalog import Catalog, Published
 from weight_transfer.errors import FetchError, IndexFormatError
-from weight_transfer.fetch.download import ATTEMPT_FAILURES, whole_reply
+from weight_transfer.fetch.download import ATTEMPT_FAILURES, Session, whole_reply
 from weight_transfer.format.manifest import MALFORMED, Count, Name
 from weight_transfer.format.signing import Envelope, Keys, Kind, key_of
 
@@ -72,14 +72,20 @@ class LeaseGranted(Struct, frozen=True):
 _read = msgspec.json.Decoder(CatalogPayload).decode
 
 
-def encode_catalog(catalog: Catalog, job: str, key: SigningKey | None, now_s: float) -> bytes:
-    """Return a catalog as signed bytes that expire after LIFETIME_S; unsigned without a key.
+def encode_catalog(
+    catalog: Catalog,
+    job: str,
+    key: SigningKey | None,
+    now_s: float,
+    lifetime_s: float = LIFETIME_S,
+) -> bytes:
+    """Return a catalog as signed bytes that expire after `lifetime_s`; unsigned without a key.
 
     Above MOST_BASES or MOST_DELTAS the oldest entries are left out.
     """
     bases = sorted(catalog.bases.items())[-MOST_BASES:]
     deltas = sorted((d.version, d.parent, d.wire_bytes) for d in catalog.deltas)[-MOST_DELTAS:]
-    listed = CatalogPayload(job, now_s + LIFETIME_S, tuple(bases), tuple(deltas))
+    listed = CatalogPayload(job, now_s + lifetime_s, tuple(bases), tuple(deltas))
     envelope = Envelope(Kind.CATALOG, msgspec.json.encode(listed))
     return (envelope.signed(key) if key else envelope).to_bytes()
 
@@ -117,7 +123,7 @@ class PublisherClient:
     `name`: unique among readers.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, name: str, verify_key: Keys = None) -> None:
+    def __init__(self, session: Session, name: str, verify_key: Keys = None) -> None:
         """Keep the keys of the jobs' trainers, `verify_key`; None accepts unsigned catalogs."""
         self._session = session
         self._name = name
@@ -160,7 +166,8 @@ class PublisherClient:
         Failures are ignored, since the fetch reports a version that is gone.
         """
         try:
-            async with self._session.post(
+            async with self._session.request(
+                "POST",
                 f"{url}{LEASES}",
                 data=msgspec.json.encode(asked),
                 timeout=_CALL,

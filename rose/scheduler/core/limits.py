@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sized
 from typing import Annotated
 
 from elastic_scheduler.leases.lease_table import MAX_NAME_CHARS, MAX_VERSION
-from rose.addresses import checked_url
+from rose.addresses import checked_source, checked_url
 from rose.errors import ConfigError
 
 # A node runs an engine or a few; a gateway folds the jobs of its turns into 64.
@@ -72,7 +72,7 @@ def _labels(labels: Mapping[str, str], whose: str) -> dict[str, str]:
 Name = Annotated[str, checked_name]
 OptionalName = Annotated[str, lambda name, whose: name and checked_name(name, whose)]
 Text = Annotated[str, cut_text]
-Url = Annotated[str, checked_url]
+SourceUrl = Annotated[str, checked_source]
 OptionalUrl = Annotated[str, lambda url, whose: url and checked_url(url, whose)]
 Labels = Annotated[dict[str, str], _labels]
 Version = Annotated[int, checked_version]

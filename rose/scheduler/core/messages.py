@@ -17,8 +17,8 @@ from rose.scheduler.core.limits import (
     Name,
     OptionalName,
     OptionalUrl,
+    SourceUrl,
     Text,
-    Url,
     Version,
     Weight,
 )
@@ -184,7 +184,7 @@ class VersionAnnounced:
     job: Name
     version: Version
     parent: Version
-    url: Url
+    url: SourceUrl
     claim: Claim | None = None
 
 

@@ -46,6 +46,7 @@ def test_what_is_missing_is_said_with_its_variable(environ: dict[str, str], name
         ("TIMEOUT_S", "nan", "is none"),
         ("TIMEOUT_S", "0", "is none"),
         ("TAKE_OVER", "maybe", "cannot be read"),
+        ("BUCKET", "policies", "no bucket"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

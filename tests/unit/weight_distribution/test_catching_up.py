@@ -226,15 +226,15 @@ async def test_a_lease_is_renewed_after_whatever_one_try_raised(
     went_on, tries = asyncio.Event(), itertools.count(1)
     async with aiohttp.ClientSession() as session, asyncio.timeout(PATIENCE_S):
 
-        def post(url: str, **options: Any) -> Any:
+        def request(method: str, url: str, **options: Any) -> Any:
             number = next(tries)
             if number == 2:
                 raise RuntimeError("unheard of")
             if number > 2:
                 went_on.set()
-            return session.post(url, **options)
+            return session.request(method, url, **options)
 
-        moody: Any = SimpleNamespace(post=post)
+        moody: Any = SimpleNamespace(request=request)
         async with PublisherClient(moody, "node").lease(trainer.server.url, "r0", 1):
             await went_on.wait()
     assert "unheard of" in caplog.text
