@@ -117,6 +117,8 @@ class TrainerStack(ProcessFleet):
     ) -> None:
         super().__init__(folder.absolute())
         self.model, self.job = model.absolute(), job
+        # Folder from which its node reads versions that a trainer writes there.
+        self.buckets = f"file://{self.folder}/buckets"
         self.folder.mkdir(parents=True, exist_ok=True)
         scheduler_port, gateway_port, *self.engine_ports = free_ports(2 + replicas)
         self.scheduler = f"127.0.0.1:{scheduler_port}"
@@ -245,6 +247,7 @@ class TrainerStack(ProcessFleet):
             "run_dir": str(self.folder / f"{NODE}-run"),
             "log_dir": str(self.folder / NODE),
             "verify_key": verify_key,
+            "transport": {"buckets": [self.buckets]},
             "replicas": [
                 {
                     "id": f"dedicated-{number}",

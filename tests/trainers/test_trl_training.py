@@ -78,12 +78,18 @@ def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tra
 
 @contextmanager
 def started(
-    python: Path, stack: TrainerStack, folder: Path, mode: str, steps: int, *options: str
+    python: Path,
+    stack: TrainerStack,
+    folder: Path,
+    mode: str,
+    steps: int,
+    *options: str,
+    bucket: str = "",
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A training with a root of its own in `folder`; it is ended with the block."""
     words = [mode, f"--model={stack.model}", f"--steps={steps}", *options]
     words += [f"--folder={folder / 'saved'}", f"--out={folder / 'out'}"]
-    environ = stack.environ(root=folder / "published", replicas=1)
+    environ = stack.environ(root=folder / "published", replicas=1, bucket=bucket)
     process = spawn_trainer(python, PROGRAM, *words, environ=environ, log=folder / "log")
     try:
         yield process
@@ -117,12 +123,14 @@ def serves(stack: TrainerStack, version: int) -> bool:
 def test_grpo_learns_and_samples_what_it_trains(
     python: Path, stack: TrainerStack, tmp_path: Path, mode: str, steps: int
 ) -> None:
-    with started(python, stack, tmp_path, mode, steps) as process:
+    bucket = f"{stack.buckets}/{mode}" if mode == "server" else ""
+    with started(python, stack, tmp_path, mode, steps, bucket=bucket) as process:
         run = finished(process, tmp_path)
     first, *_, last = run.versions
     assert run.versions == list(range(first, first + steps + (mode == "callback")))
     assert serves(stack, last)
     assert run.learned(), [each["reward"] for each in run.steps]
+    assert not bucket or Path(bucket.removeprefix("file://"), "catalog").is_file()
     if mode != "callback":
         # Without vLLM's mode TRL does not look at the sampler's.
         assert run.mismatch <= 0.01
