@@ -42,6 +42,7 @@ class DefaultPort(IntEnum):
 
     SCHEDULER = 7400, "scheduler, gRPC"
     PROXY = 7410, "a node's proxy, for gateways on other machines"
+    WEBHOOK = 7420, "webhook, for API servers of Kubernetes"
     SCHEDULER_METRICS = 7430, "scheduler, `/metrics`"
     GATEWAY = 7450, "gateway, HTTP for trainers"
     FRONT = 7460, "front, HTTP for trainers of others"

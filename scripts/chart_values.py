@@ -525,6 +525,20 @@ class NetworkPolicies(Strict):
     peers: Peers = _said("of other pods than the release's", Peers())
 
 
+class Webhook(ControlWorkload):
+    """Webhook that makes hosts of pods with a label (docs/operators/stacks.md)."""
+
+    enabled: bool = _said(
+        "pods labelled `rose.dev/host: enabled` get the plugin and the shared folder as they are"
+        " created",
+        False,
+    )
+    replicas: int = _said("how many; while none answers pods start as they are", 2, ge=1, le=7)
+    port: Port = _said("of HTTPS, for the API server", DefaultPort.WEBHOOK)
+    namespace_selector: Kube = _said("namespaces whose pods it may change; all when empty", {})
+    resources: Resources = _said("of each", _resources("10m", "96Mi", "256Mi"))
+
+
 class Severities(Strict):
     """Words for the severities of alerts."""
 
@@ -653,6 +667,7 @@ class Values(Strict):
     node: Node = _said("nodes", Node())
     records: RecordsValues = _said("audit log, usage and events", RecordsValues())
     backup: BackupValues = _said("backups of the store", BackupValues())
+    webhook: Webhook = _said("hosts by a label of their pods", Webhook())
     commands: Commands = _said("jobs with the operator's commands", Commands())
     network_policy: NetworkPolicies = _said("who reaches whom", NetworkPolicies())
     pod_disruption_budgets: bool = _said("one pod of a kind at a time", True)

@@ -31,7 +31,7 @@ GROUPS: Final = {
     "Stopping": ("hold", "drain", "stop-all", "resume", "harvest", "revoke", "kill", "unkill"),
     "Setting up": (
         *("init", "certs", "token", "store", "completion", "doctor", "support-bundle"),
-        "profile",
+        *("plugin", "profile"),
     ),
     "Simulating": ("sim",),
     "Weights": ("weights", "publish", "relay"),

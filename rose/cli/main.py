@@ -39,6 +39,7 @@ COMMANDS: Final = {
         "make a CA for development, issue and show certificates",
     ),
     "token": ("rose.cli.machine.credentials", "make keys and job tokens for callers of gateways"),
+    "plugin": ("rose.cli.machine.plugin", "bring the plugin into hosts whose images lack it"),
     "store": ("rose.cli.machine.store", "back up and restore the store of schedulers"),
     "advise": ("rose.cli.advise", "say what lending would bring here, before ROSE is installed"),
     "compare": ("rose.cli.cluster.compare", "measure what lending costs hosts"),

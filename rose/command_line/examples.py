@@ -85,6 +85,12 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "token": ("rose token issue --job grpo --ttl 1h --out grpo.token",),
         "token key": ("rose token key --out token.key",),
         "token issue": ("rose token issue --job grpo --ttl 1h --out grpo.token",),
+        "plugin": ("rose plugin copy rose-plugin",),
+        "plugin copy": ("rose plugin copy rose-plugin",),
+        "plugin webhook": (
+            "rose plugin webhook --image registry.example.net/rose/rose --ca ca.pem"
+            " --certificate hook.pem --key hook.key",
+        ),
         "completion": (
             "rose completion bash > ~/.local/share/bash-completion/completions/rose",
             "rose completion zsh > ~/.zfunc/_rose",

@@ -268,7 +268,7 @@ annotations and labels that the chart has. Parts: metadata, pod, env, args, volu
 {{- $kind := index . 1 -}}
 {{- $part := index . 2 -}}
 {{- $v := $.Values -}}
-{{- $options := get (dict "scheduler" $v.scheduler "gateway" $v.gateway "relay" $v.relay "node" $v.node "etcd" $v.store.own "operator" $v.commands "backup" $v.commands "signer" $v.tls.signer) $kind -}}
+{{- $options := get (dict "scheduler" $v.scheduler "gateway" $v.gateway "relay" $v.relay "node" $v.node "etcd" $v.store.own "operator" $v.commands "backup" $v.commands "signer" $v.tls.signer "webhook" $v.webhook) $kind -}}
 {{- if eq $part "metadata" -}}
 labels: {{- merge (include "rose.labels" (list $ $kind) | fromYaml) (len . | eq 5 | ternary (last .) dict) $options.podLabels | toYaml | nindent 2 }}
 {{- with merge (len . | lt 3 | ternary (slice . 3 | first | default dict) dict) $options.podAnnotations }}
@@ -282,7 +282,7 @@ annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 {{- $spread := $options.topologySpreadConstraints }}
-{{- if and (kindIs "invalid" $spread) (has $kind (list "scheduler" "gateway" "etcd")) }}
+{{- if and (kindIs "invalid" $spread) (has $kind (list "scheduler" "gateway" "etcd" "webhook")) }}
 topologySpreadConstraints: {{- include "rose.spread" (list $ $kind) | nindent 2 }}
 {{- else if $spread }}
 topologySpreadConstraints: {{- toYaml $spread | nindent 2 }}

@@ -691,7 +691,7 @@ def _in_order() -> list[tuple[str, tuple[str, ...]]]:
     first = ("certs init", "certs issue", "token key", "revoke", "policy diff")
     last = ("policy delete", "hold", "drain", "stop-all", "resume", "kill", "unkill")
     twice = ("certs", "token")
-    serves = ("certs sign-nodes",)
+    serves = ("certs sign-nodes", "plugin webhook")
     found = [path for path in EXAMPLES if path.split()[0] not in SERVES | ELSEWHERE]
     middle = [path for path in found if path not in (*first, *last, *twice, *serves)]
     return [(path, EXAMPLES[path]) for path in (*first, *middle, *last)]
