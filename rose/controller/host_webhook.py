@@ -163,7 +163,7 @@ def _list(parent: Object, key: str) -> list[Any]:
 def answered(review: Mapping[str, Any], settings: HostPods) -> Object:
     """Return the AdmissionReview that answers a review of a pod's creation.
 
-    Raises KeyError, TypeError or AttributeError for what is not such a review.
+    Raises LookupError, TypeError or AttributeError for what is not such a review.
     """
     request = review["request"]
     response: Object = {"uid": request["uid"], "allowed": True}
@@ -193,7 +193,7 @@ def application(settings: HostPods, say: Callable[[str], object]) -> web.Applica
             review = await http.json()
             made = answered(review, settings)
             metadata = review["request"]["object"]["metadata"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise web.HTTPBadRequest(text="post an AdmissionReview of a pod\n") from error
         name = metadata.get("name") or metadata.get("generateName", "")
         response = made["response"]

@@ -82,6 +82,7 @@ RELAY: Object = {
         ],
     }
 }
+WEBHOOK: Object = {"webhook": {"enabled": True}}
 NODES_ONLY: Object = {"role": "nodes", "schedulers": ["s0.example.net:7400", "s1.example.net:7400"]}
 
 

@@ -1,5 +1,6 @@
 """The chart installs what it says, with no more than that needs, and lends nothing unasked."""
 
+import base64
 import json
 import re
 import shutil
@@ -8,9 +9,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from cryptography import x509
 from helm_python import Chart, lint
 
 from elastic_scheduler.capacity import PolicyMode, parse_policy
+from rose.controller.host_webhook import LABEL
+from rose.controller.host_webhook import PATH as HOOK_PATH
 from rose.security.roles import Identity, Role, server_name
 from tests.unit.helm.rendering import (
     ACTIVE,
@@ -24,6 +28,7 @@ from tests.unit.helm.rendering import (
     SECRETS,
     SELF_MADE,
     TRIAL,
+    WEBHOOK,
     Object,
     chart,
     containers,
@@ -42,11 +47,11 @@ INFO = 1
 ALL: tuple[Object, ...] = (
     {},
     joined(ACTIVE, RELAY, SECRETS),
-    joined(ACTIVE, RELAY, CERT_MANAGER, {"node": {"sharedFolder": {"prepare": True}}}),
+    joined(ACTIVE, RELAY, CERT_MANAGER, WEBHOOK, {"node": {"sharedFolder": {"prepare": True}}}),
     joined(NODES_ONLY, SECRETS),
     {"role": "control"},
     joined(TRIAL, {"images": {"control": {"digest": DIGEST}}}),
-    joined(SELF_MADE, RELAY),
+    joined(SELF_MADE, RELAY, WEBHOOK),
     ASK,
     {"records": {"persistence": {"enabled": True}}, "backup": {"enabled": True}},
 )
@@ -287,6 +292,59 @@ def test_each_wanted_secret_is_written_by_cert_manager() -> None:
     assert wanted == written
 
 
+# ---- the webhook ----
+
+
+def hook_of(*values: Object) -> tuple[Object, Object]:
+    """The webhook, and its configuration's metadata."""
+    (found,) = [each for key, each in objects(*values).items() if key.startswith("MutatingWebhook")]
+    (hook,) = found["webhooks"]
+    return hook, found["metadata"]
+
+
+def test_the_webhook_is_off_and_of_clusters_with_nodes() -> None:
+    for values in ({}, ACTIVE, joined(WEBHOOK, {"role": "control"})):
+        assert not [key for key in objects(values) if "webhook" in key.lower()]
+    assert hook_of(WEBHOOK, NODES_ONLY)
+
+
+def test_the_webhook_changes_labelled_pods_alone_and_stands_in_no_pods_way() -> None:
+    hook, _ = hook_of(WEBHOOK, {"webhook": {"namespaceSelector": {"matchLabels": {"a": "b"}}}})
+    assert hook["objectSelector"] == {"matchLabels": {LABEL: "enabled"}}
+    assert hook["namespaceSelector"] == {"matchLabels": {"a": "b"}}
+    said = [hook[key] for key in ("failurePolicy", "sideEffects", "matchPolicy", "timeoutSeconds")]
+    assert said == ["Ignore", "None", "Equivalent", 5]
+    (rule,) = hook["rules"]
+    assert (rule["resources"], rule["operations"]) == (["pods"], ["CREATE"])
+    assert hook["clientConfig"]["service"]["path"] == HOOK_PATH
+
+
+def test_the_api_server_trusts_the_certificate_that_the_webhook_shows() -> None:
+    """Made by the chart: the CA of the configuration signed the secret's certificate."""
+    found = objects(WEBHOOK)
+    hook, _ = hook_of(WEBHOOK)
+    data = found["Secret/r-webhook-tls"]["data"]
+    assert hook["clientConfig"]["caBundle"] == data["ca.crt"]
+    ca, leaf = (
+        x509.load_pem_x509_certificate(base64.b64decode(data[key])) for key in ("ca.crt", "tls.crt")
+    )
+    leaf.verify_directly_issued_by(ca)
+    names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["r-webhook.rose-system.svc"]
+
+
+def test_cert_manager_writes_the_webhooks_certificate_and_tells_the_api_server() -> None:
+    hook, metadata = hook_of(WEBHOOK, CERT_MANAGER)
+    assert "caBundle" not in hook["clientConfig"]
+    injected = {"cert-manager.io/inject-ca-from": "rose-system/r-webhook"}
+    assert metadata["annotations"] == injected
+    spec = objects(WEBHOOK, CERT_MANAGER)["Certificate/r-webhook"]["spec"]
+    assert spec["dnsNames"] == ["r-webhook.rose-system.svc"]
+    # It opens nothing in ROSE: no role, and of a server alone.
+    assert "uris" not in spec
+    assert "client auth" not in spec["usages"]
+
+
 # ---- what containers may do ----
 
 
@@ -421,13 +479,14 @@ def test_viewers_and_editors_are_aggregated() -> None:
 
 
 def test_each_kind_of_pod_is_let_to_what_it_needs() -> None:
-    found = objects(RELAY)
+    found = objects(RELAY, WEBHOOK)
     kinds = {
         each["spec"]["podSelector"]["matchLabels"].get("app.kubernetes.io/component")
         for key, each in found.items()
         if key.startswith("NetworkPolicy/")
     }
-    assert kinds == {None, "scheduler", "operator", "etcd", "gateway", "node", "relay"}
+    components = {"scheduler", "operator", "etcd", "gateway", "node", "relay", "webhook"}
+    assert kinds == {None, *components}
 
 
 def test_the_test_pod_passes_the_policies() -> None:

@@ -35,6 +35,7 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
     "node": ("DaemonSet/r-node",),
     "store.own": ("StatefulSet/r-etcd",),
     "tls.signer": ("Deployment/r-signer",),
+    "webhook": ("Deployment/r-webhook",),
     "commands": (
         "Job/r-policy",
         "CronJob/r-stop-all",
@@ -44,7 +45,8 @@ WORKLOADS: dict[str, tuple[str, ...]] = {
         "Deployment/r-toolbox",
     ),
 }
-ALL = joined(RELAY, ASK, {"backup": {"enabled": True}, "toolbox": {"enabled": True}})
+SWITCHED: Object = {key: {"enabled": True} for key in ("backup", "toolbox", "webhook")}
+ALL = joined(RELAY, ASK, SWITCHED)
 SCRIPTS = ("Pod/r-test-hold", "Deployment/r-toolbox", "CronJob/r-backup")
 TOLERATION = {"key": "gpu", "operator": "Exists", "tolerationSeconds": 300}
 AFFINITY = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {}}}
@@ -211,7 +213,8 @@ def test_processes_log_as_the_values_say(values: Object, level: str, form: str) 
     for key, pod in pods(ALL, values).items():
         env = {each["name"]: each.get("value") for each in own(pod)["env"]}
         # Commands write answers to standard output, and nothing else.
-        logs = "etcd" not in key and key not in (*WORKLOADS["commands"], "Deployment/r-signer")
+        silent = (*WORKLOADS["commands"], *WORKLOADS["tls.signer"], *WORKLOADS["webhook"])
+        logs = "etcd" not in key and key not in silent
         assert level in LOG_OPTIONS["level"][1]
         assert form in LOG_OPTIONS["format"][1]
         has = (env.get("ROSE_LOG_LEVEL"), env.get("ROSE_LOG_FORMAT"))

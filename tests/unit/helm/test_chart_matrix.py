@@ -76,6 +76,7 @@ SWITCHES: list[Object] = [
             },
             "imagePullSecrets": ["registry"],
             "toolbox": {"enabled": True},
+            "webhook": {"enabled": True, **WORKLOAD},
             "controller": {"nodeLabels": ["pool"]},
         },
         {"store": {"own": WORKLOAD}, "relay": WORKLOAD},
