@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import shutil
+from functools import partial
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from rose.addresses import DefaultPort
 from rose.command_line.output import say
 from rose.command_line.parser import Parser
 from rose.errors import ConfigError
+from rose.logs.process_log import announce
 from rose.security.certificates import add_certificate_options, taken_certificates
 
 PACKAGES: Final = ("executor", "slo")
@@ -86,5 +88,7 @@ def _webhook(args: argparse.Namespace) -> int:
     if certificates is None:
         raise ConfigError("API servers call webhooks over TLS: give --ca, --certificate and --key")
     settings = HostPods(args.image, args.pull_policy, args.folder, args.group)
-    asyncio.run(serve(settings, args.host, args.port, certificates, say))
+    # Written at once: a pod's log is read while it serves.
+    tell = partial(announce, "rose plugin")
+    asyncio.run(serve(settings, args.host, args.port, certificates, tell))
     return 0
