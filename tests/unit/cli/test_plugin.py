@@ -1,14 +1,11 @@
 """The plugin in a folder is all that an engine of another image needs to be a host."""
 
-import os
-import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 from rose.cli.main import main
+from tests.harness.engine_image import engine_image, ran
 
 # A plugin's module, as an engine loads it, without an engine.
 LOADS = """
@@ -22,33 +19,22 @@ print(executor.__file__)
 """
 
 
-def stranger(plugin: Path, has: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python that has the folders alone: no site-packages, and no ROSE."""
-    env = {"PYTHONPATH": os.pathsep.join(map(str, (plugin, has))), "PATH": ""}
-    command = [sys.executable, "-S", "-B", "-c", code]
-    return subprocess.run(command, cwd=has, env=env, capture_output=True, text=True)
-
-
-@pytest.fixture
-def numpy_alone(tmp_path: Path) -> Path:
-    """What every engine's image has, of all that ROSE depends on."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    for each in Path(sysconfig.get_path("purelib")).glob("numpy*"):
-        (folder / each.name).symlink_to(each)
-    return folder
+@pytest.fixture(scope="module")
+def numpy_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python with what every engine's image has, of all that ROSE depends on."""
+    return engine_image(tmp_path_factory.mktemp("image"), "numpy*")
 
 
 def test_an_engine_finds_and_loads_it_by_its_path_alone(
     tmp_path: Path, numpy_alone: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plugin = tmp_path / "plugin"
-    before = stranger(plugin, numpy_alone, LOADS)
+    before = ran(numpy_alone, LOADS, PYTHONPATH=str(plugin), PYTHONDONTWRITEBYTECODE="1")
     assert before.stdout == "[]\n"
     for _ in range(2):  # Once more after its machine has restarted.
         assert main(["plugin", "copy", str(plugin)]) == 0
         assert str(plugin) in capsys.readouterr().out
-        done = stranger(plugin, numpy_alone, LOADS)
+        done = ran(numpy_alone, LOADS, PYTHONPATH=str(plugin), PYTHONDONTWRITEBYTECODE="1")
         assert done.stdout == f"['rose_host']\n{plugin}/executor/__init__.py\n", done.stderr
     assert not list(plugin.rglob("__pycache__"))
     (info,) = plugin.glob("*.dist-info")
@@ -67,7 +53,8 @@ def test_another_releases_files_give_way(tmp_path: Path) -> None:
 def test_an_older_python_says_so_in_a_line(tmp_path: Path, numpy_alone: Path) -> None:
     assert main(["plugin", "copy", str(tmp_path / "plugin")]) == 0
     older = "import sys; sys.version_info = (3, 10, 4); sys.version = '3.10.4 (main)'; "
-    done = stranger(tmp_path / "plugin", numpy_alone, f"{older}import executor.vllm.host.plugin")
+    code = f"{older}import executor.vllm.host.plugin"
+    done = ran(numpy_alone, code, PYTHONPATH=str(tmp_path / "plugin"))
     assert done.stderr.splitlines()[-1] == (
         "ImportError: ROSE's plugin needs Python 3.11 or newer, and this is 3.10.4: the engine"
         " serves on without ROSE"
