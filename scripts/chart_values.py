@@ -535,7 +535,19 @@ class Webhook(ControlWorkload):
     )
     replicas: int = _said("how many; while none answers pods start as they are", 2, ge=1, le=7)
     port: Port = _said("of HTTPS, for the API server", DefaultPort.WEBHOOK)
-    namespace_selector: Kube = _said("namespaces whose pods it may change; all when empty", {})
+    namespace_selector: Kube = _said(
+        "namespaces whose pods it may change, by default those that admit hostPath volumes; all"
+        " when empty",
+        {
+            "matchExpressions": [
+                {
+                    "key": "pod-security.kubernetes.io/enforce",
+                    "operator": "NotIn",
+                    "values": ["baseline", "restricted"],
+                }
+            ]
+        },
+    )
     resources: Resources = _said("of each", _resources("10m", "96Mi", "256Mi"))
 
 

@@ -27,7 +27,7 @@ LABEL: Final = "rose.dev/host"
 PATH: Final = "/hosts"
 PLUGIN: Final = "rose-plugin"
 """Name of the volume with the plugin, and of the init container that fills it."""
-PLUGIN_FOLDER: Final = "/opt/rose-plugin"
+PLUGIN_FOLDER: Final = "/rose-plugin"
 SHARED: Final = "rose-host"
 """Name of the volume that host and node daemon share."""
 CONTAINERS: Final = (f"{LABEL}-container", "kubectl.kubernetes.io/default-container")

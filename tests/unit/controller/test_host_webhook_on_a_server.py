@@ -101,7 +101,7 @@ def test_a_labelled_pod_is_created_as_a_host_and_starts_without_the_webhook_too(
         until(tried, PATIENCE_S, "the API server asks the webhook", every_s=POLL_S)
         made = server.call(PODS, "POST", pod("chat-0", labelled))
         assert is_host(made)
-        # As stored, with the API server's defaults: nothing was refused, and nothing is left to do.
+        # The stored pod has the API server's defaults, and the webhook would change nothing more.
         assert with_rose(made, SETTINGS) == made["spec"]
         (plugin,) = made["spec"]["initContainers"]
         assert plugin["image"] == SETTINGS.image

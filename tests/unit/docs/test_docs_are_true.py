@@ -19,8 +19,9 @@ LONGEST_LINE = 140
 # Flags of vLLM, slime, Docker and pip, which these pages tell readers to give.
 OTHERS_FLAGS = {
     "--update-weight-transfer-mode",
-    # Options of helm, kubectl and systemd-tmpfiles.
+    # Options of helm, kubectl, curl and systemd-tmpfiles.
     "--api-versions",
+    "--cacert",
     "--create",
     "--create-namespace",
     "--for",

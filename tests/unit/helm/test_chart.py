@@ -309,9 +309,11 @@ def test_the_webhook_is_off_and_of_clusters_with_nodes() -> None:
 
 
 def test_the_webhook_changes_labelled_pods_alone_and_stands_in_no_pods_way() -> None:
-    hook, _ = hook_of(WEBHOOK, {"webhook": {"namespaceSelector": {"matchLabels": {"a": "b"}}}})
+    hook, _ = hook_of(WEBHOOK)
     assert hook["objectSelector"] == {"matchLabels": {LABEL: "enabled"}}
-    assert hook["namespaceSelector"] == {"matchLabels": {"a": "b"}}
+    # Elsewhere the API server would refuse the pod for the volume that it got.
+    (admits,) = hook["namespaceSelector"]["matchExpressions"]
+    assert (admits["operator"], admits["values"]) == ("NotIn", ["baseline", "restricted"])
     said = [hook[key] for key in ("failurePolicy", "sideEffects", "matchPolicy", "timeoutSeconds")]
     assert said == ["Ignore", "None", "Equivalent", 5]
     (rule,) = hook["rules"]
@@ -340,7 +342,7 @@ def test_cert_manager_writes_the_webhooks_certificate_and_tells_the_api_server()
     assert metadata["annotations"] == injected
     spec = objects(WEBHOOK, CERT_MANAGER)["Certificate/r-webhook"]["spec"]
     assert spec["dnsNames"] == ["r-webhook.rose-system.svc"]
-    # It opens nothing in ROSE: no role, and of a server alone.
+    # Without a role, and of a server alone, it opens nothing in ROSE.
     assert "uris" not in spec
     assert "client auth" not in spec["usages"]
 
