@@ -29,10 +29,7 @@ import sys
 
 # The image of a host's engine has its own Python, and no installer asks for this one's there.
 if sys.version_info < (3, 11):  # noqa: UP036
-    raise ImportError(
-        f"ROSE's plugin needs Python 3.11 or newer, and this is {sys.version.split()[0]}: the"
-        " engine serves on without ROSE"
-    )
+    raise ImportError("ROSE's plugin needs Python 3.11 or newer; the engine serves on without ROSE")
 
 from executor.control_page.host_seat import HostSeat, Veto
 from executor.control_page.latency_ring import DrainedRecords, LatencyLane, LatencyRing

@@ -88,8 +88,7 @@ EXAMPLES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "plugin": ("rose plugin copy rose-plugin",),
         "plugin copy": ("rose plugin copy rose-plugin",),
         "plugin webhook": (
-            "rose plugin webhook --image registry.example.net/rose/rose --ca ca.pem"
-            " --certificate hook.pem --key hook.key",
+            "rose plugin webhook --image rose --ca ca.pem --certificate hook.pem --key hook.key",
         ),
         "completion": (
             "rose completion bash > ~/.local/share/bash-completion/completions/rose",

@@ -21,22 +21,17 @@ from executor.engine_settings import HOST
 from rose.errors import RefusedError
 from rose.process.background_tasks import stop_signalled
 from rose.process.http_port import HttpPort
-from rose.security.certificates import CertificateFiles
 
 LABEL: Final = "rose.dev/host"
 PATH: Final = "/hosts"
-PLUGIN: Final = "rose-plugin"
-"""Name of the volume with the plugin, and of the init container that fills it."""
-PLUGIN_FOLDER: Final = "/rose-plugin"
-SHARED: Final = "rose-host"
-"""Name of the volume that host and node daemon share."""
+# The volume with the plugin and the init container that fills it, and the folder shared with nodes.
+PLUGIN, PLUGIN_FOLDER, SHARED = "rose-plugin", "/rose-plugin", "rose-host"
+# The first annotation that is set names the engine's container.
 CONTAINERS: Final = (f"{LABEL}-container", "kubectl.kubernetes.io/default-container")
-"""Annotations that name the engine's container; the first one that is set counts."""
 TARGETS: Final = {
     "ROSE_SLO_TTFT_S": "rose.dev/slo-ttft-s",
     "ROSE_SLO_TPOT_S": "rose.dev/slo-tpot-s",
 }
-ENTRY_POINT: Final = "rose_host"
 MAX_REVIEW_BYTES: Final = 8 << 20
 MAX_WARNING_CHARS: Final = 250
 # Requests equal limits: a pod of the class Guaranteed stays one.
@@ -47,11 +42,7 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HostPods:
-    """Settings of the pods that become hosts.
-
-    image: image of ROSE, which has the plugin. folder: shared folder, on the machine and in pods.
-    group: number of the group that hosts and node daemons share.
-    """
+    """Settings of pods that become hosts: ROSE's image, and the folder and group of nodes."""
 
     image: str
     pull_policy: str = "IfNotPresent"
@@ -71,37 +62,33 @@ def with_rose(pod: Mapping[str, Any], settings: HostPods) -> Object:
         return spec
     annotations = pod["metadata"].get("annotations") or {}
     engine = _engine_container(spec["containers"], annotations)
-    _mount(engine, {"name": PLUGIN, "mountPath": PLUGIN_FOLDER, "readOnly": True})
-    _mount(engine, {"name": SHARED, "mountPath": settings.folder})
+    plugin, shared = _mount(PLUGIN, PLUGIN_FOLDER), _mount(SHARED, settings.folder)
+    for mount in (plugin | {"readOnly": True}, shared):
+        mounts = _list(engine, "volumeMounts")
+        if any(each["mountPath"].rstrip("/") == mount["mountPath"] for each in mounts):
+            raise RefusedError(f"container {engine['name']} has a volume at {mount['mountPath']}")
+        mounts.append(mount)
     _extend(engine, "PYTHONPATH", f"{PLUGIN_FOLDER}:{{}}", PLUGIN_FOLDER)
-    for name in ("VLLM_PLUGINS", "SGLANG_PLUGINS"):
-        _extend(engine, name, f"{{}},{ENTRY_POINT}")
-    wanted: Object = {
-        "ROSE_ROLE": HOST,
-        "ROSE_HOST_DIR": settings.folder,
-        PAGE_GROUP: str(settings.group),
-        **{name: annotations[key] for name, key in TARGETS.items() if key in annotations},
-    }
-    env = [{"name": name, "value": value} for name, value in wanted.items()]
+    _extend(engine, "VLLM_PLUGINS", "{},rose_host")
+    _extend(engine, "SGLANG_PLUGINS", "{},rose_host")
+    said = {"ROSE_ROLE": HOST, "ROSE_HOST_DIR": settings.folder, PAGE_GROUP: str(settings.group)}
+    said |= {name: annotations[key] for name, key in TARGETS.items() if key in annotations}
     # Not the host name: with hostNetwork, or a name of the chart's, several pods have the same one.
     own_name = {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}
-    env.append({"name": "ROSE_HOST_NAME", "valueFrom": own_name})
+    added = [{"name": name, "value": value} for name, value in said.items()]
     given = _variables(engine)
-    _list(engine, "env").extend(each for each in env if each["name"] not in given)
-    _list(spec, "volumes").extend(
-        [
-            {"name": PLUGIN, "emptyDir": {"sizeLimit": "64Mi"}},
-            {"name": SHARED, "hostPath": {"path": settings.folder}},
-        ]
-    )
-    _list(spec, "initContainers").append(_init_container(settings))
+    for each in (*added, {"name": "ROSE_HOST_NAME", "valueFrom": own_name}):
+        if each["name"] not in given:
+            _list(engine, "env").append(each)
+    _list(spec, "volumes").append({"name": PLUGIN, "emptyDir": {"sizeLimit": "64Mi"}})
+    _list(spec, "volumes").append({"name": SHARED, "hostPath": {"path": settings.folder}})
+    _list(spec, "initContainers").append(_init_container(settings, plugin))
     groups = _list(spec.setdefault("securityContext", {}), "supplementalGroups")
-    if settings.group not in groups:
-        groups.append(settings.group)
+    groups.extend({settings.group} - {*groups})
     return spec
 
 
-def _init_container(settings: HostPods) -> Object:
+def _init_container(settings: HostPods, mount: Object) -> Object:
     return {
         "name": PLUGIN,
         "image": settings.image,
@@ -111,42 +98,37 @@ def _init_container(settings: HostPods) -> Object:
         "securityContext": {
             "runAsNonRoot": True,
             "runAsUser": 65_532,
-            "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
+            "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
         },
-        "volumeMounts": [{"name": PLUGIN, "mountPath": PLUGIN_FOLDER}],
+        "volumeMounts": [mount],
     }
 
 
 def _engine_container(containers: list[Object], annotations: Mapping[str, str]) -> Object:
-    key = next((key for key in CONTAINERS if key in annotations), None)
-    if key is None:
-        return containers[0]
+    key = next((key for key in CONTAINERS if key in annotations), "")
     for each in containers:
-        if each["name"] == annotations[key]:
+        if not key or each["name"] == annotations[key]:
             return each
     names = ", ".join(each["name"] for each in containers)
-    raise RefusedError(f"{key} names {annotations[key]!r}, and its containers are {names}")
+    raise RefusedError(f"{key} names {annotations.get(key)!r}, and its containers are {names}")
 
 
-def _mount(container: Object, mount: Object) -> None:
-    mounts = _list(container, "volumeMounts")
-    if any(each["mountPath"].rstrip("/") == mount["mountPath"] for each in mounts):
-        raise RefusedError(f"container {container['name']} has a volume at {mount['mountPath']}")
-    mounts.append(mount)
+def _mount(name: str, path: str) -> Object:
+    return {"name": name, "mountPath": path}
 
 
-def _extend(container: Object, name: str, form: str, default: str | None = None) -> None:
-    """Put the variable's value into `form`; set a missing one to `default`, or leave it out."""
+def _extend(container: Object, name: str, form: str, default: str = "") -> None:
+    """Put the variable's value into `form`; a missing one becomes the default, if there is one."""
     found = _variables(container).get(name)
-    if found is None:
-        if default is not None:
-            _list(container, "env").append({"name": name, "value": default})
-        return
-    if "valueFrom" in found:
+    if found is None and default:
+        _list(container, "env").append({"name": name, "value": default})
+    elif found is not None and "valueFrom" in found:
         raise RefusedError(f"{name} of container {container['name']} comes from elsewhere")
-    found["value"] = form.format(found["value"]) if found.get("value") else default or ENTRY_POINT
+    elif found is not None:
+        value = found.get("value") or ""
+        found["value"] = form.format(value) if value or not default else default
 
 
 def _variables(container: Mapping[str, Any]) -> dict[str, Object]:
@@ -154,10 +136,9 @@ def _variables(container: Mapping[str, Any]) -> dict[str, Object]:
 
 
 def _list(parent: Object, key: str) -> list[Any]:
-    """Return the list at `key`, which is made where there is none."""
-    found: list[Any] = parent.get(key) or []
-    parent[key] = found
-    return found
+    """Return the list at `key`, after making one if there is none."""
+    parent[key] = parent.get(key) or []
+    return parent[key]  # type: ignore[no-any-return]
 
 
 def answered(review: Mapping[str, Any], settings: HostPods) -> Object:
@@ -173,12 +154,9 @@ def answered(review: Mapping[str, Any], settings: HostPods) -> Object:
     except RefusedError as error:
         response["warnings"] = [f"not a host of ROSE: {error}"[:MAX_WARNING_CHARS]]
     else:
+        changed = {key: value for key, value in after.items() if value != before.get(key)}
         # "add" of a field that is there replaces it (RFC 6902, 4.1).
-        patch = [
-            {"op": "add", "path": f"/spec/{key}", "value": value}
-            for key, value in after.items()
-            if value != before.get(key)
-        ]
+        patch = [{"op": "add", "path": f"/spec/{key}", "value": changed[key]} for key in changed]
         if patch:
             text = base64.b64encode(json.dumps(patch).encode()).decode()
             response.update(patchType="JSONPatch", patch=text)
@@ -191,15 +169,14 @@ def application(settings: HostPods, say: Callable[[str], object]) -> web.Applica
     async def answer(http: web.Request) -> web.Response:
         try:
             review = await http.json()
-            made = answered(review, settings)
-            metadata = review["request"]["object"]["metadata"]
+            made, request = answered(review, settings), review["request"]
+            metadata = request["object"]["metadata"]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise web.HTTPBadRequest(text="post an AdmissionReview of a pod\n") from error
-        name = metadata.get("name") or metadata.get("generateName", "")
-        response = made["response"]
-        outcome = "a host of ROSE" if "patch" in response else "has ROSE already"
-        outcome = next(iter(response.get("warnings", ())), outcome)
-        say(f"{review['request'].get('namespace', '')}/{name}: {outcome}")
+        outcome = "a host of ROSE" if "patch" in made["response"] else "has ROSE already"
+        outcome = made["response"].get("warnings", [outcome])[0]
+        name = metadata.get("name") or metadata.get("generateName")
+        say(f"{request.get('namespace')}/{name}: {outcome}")
         return web.json_response(made)
 
     app = web.Application(client_max_size=MAX_REVIEW_BYTES)
@@ -207,21 +184,10 @@ def application(settings: HostPods, say: Callable[[str], object]) -> web.Applica
     return app
 
 
-async def serve(
-    settings: HostPods,
-    host: str,
-    port: int,
-    certificates: CertificateFiles,
-    say: Callable[[str], object],
-) -> None:
-    """Answer reviews over TLS until SIGTERM or SIGINT. Raises ConfigError if it cannot listen."""
+async def serve(port: HttpPort, say: Callable[[str], object]) -> None:
+    """Answer reviews until SIGTERM or SIGINT. Raises ConfigError if it cannot listen."""
     stop = stop_signalled()
-    # The API server shows no certificate; this server knows no secret, and changes nothing itself.
-    tls = certificates.server_context(everybody=True)
-    listening = HttpPort(application(settings, say), host, port, tls)
-    await listening.start()
-    try:
-        say(f"listening on https://{host}:{listening.port}{PATH}")
-        await stop.wait()
-    finally:
-        await listening.close()
+    await port.start()
+    say(f"listening on port {port.port}")
+    await stop.wait()
+    await port.close()
