@@ -75,11 +75,10 @@ def with_rose(pod: Mapping[str, Any], settings: HostPods) -> Object:
     said |= {name: annotations[key] for name, key in TARGETS.items() if key in annotations}
     # Not the host name: with hostNetwork, or a name of the chart's, several pods have the same one.
     own_name = {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}
-    added = [{"name": name, "value": value} for name, value in said.items()]
+    added: list[Object] = [{"name": name, "value": value} for name, value in said.items()]
+    added.append({"name": "ROSE_HOST_NAME", "valueFrom": own_name})
     given = _variables(engine)
-    for each in (*added, {"name": "ROSE_HOST_NAME", "valueFrom": own_name}):
-        if each["name"] not in given:
-            _list(engine, "env").append(each)
+    _list(engine, "env").extend(each for each in added if each["name"] not in given)
     _list(spec, "volumes").append({"name": PLUGIN, "emptyDir": {"sizeLimit": "64Mi"}})
     _list(spec, "volumes").append({"name": SHARED, "hostPath": {"path": settings.folder}})
     _list(spec, "initContainers").append(_init_container(settings, plugin))
