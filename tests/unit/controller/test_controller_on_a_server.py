@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,10 @@ from tests.harness.programs.api_server import (
     RUN,
     ApiClient,
     ApiServerProcess,
+    Cut,
     Object,
     compact,
+    kubeconfig,
     needs_processes,
 )
 
@@ -107,71 +107,11 @@ def objects(server: ApiClient) -> Iterator[Objects]:
         made.delete(name)
 
 
-class Cut:
-    """A way to the API server that is cut as it is when the server is killed."""
-
-    def __init__(self, server: ApiClient) -> None:
-        host, _, port = server.url.removeprefix("https://").partition(":")
-        self._to = host, int(port or 443)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.open = True
-        self._pairs: list[tuple[socket.socket, socket.socket]] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        """End all connections, and take no others."""
-        self.open = False
-        pairs, self._pairs = self._pairs, []
-        for each in (end for pair in pairs for end in pair):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.cut()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = self._listener.accept()
-                if not self.open:
-                    near.close()
-                    continue
-                far = socket.create_connection(self._to)
-                self._pairs.append((near, far))
-                for ends in ((near, far), (far, near)):
-                    threading.Thread(target=_pass_on, args=ends, daemon=True).start()
-
-
-def _pass_on(source: socket.socket, sink: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            sink.sendall(data)
-    for each in (source, sink):
-        with contextlib.suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
-
-
 @pytest.fixture
 def cut(server: ApiClient) -> Iterator[Cut]:
     made = Cut(server)
     yield made
     made.close()
-
-
-def kubeconfig(server: ApiClient, folder: Path, url: str = "", token: str = "") -> Path:
-    """A file for the same user at another address, or for the bearer of a token."""
-    import yaml
-
-    said = yaml.safe_load(Path(KUBECONFIG).read_text())
-    if url:
-        said["clusters"][0]["cluster"]["server"] = url
-    if token:
-        said["users"][0]["user"] = {"token": token}
-    file = folder / "kubeconfig"
-    file.write_text(yaml.safe_dump(said))
-    return file
 
 
 class ServingScheduler:
