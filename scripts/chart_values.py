@@ -345,6 +345,17 @@ class Controller(Strict):
     )
 
 
+class Quota(Strict):
+    """Job whose guests Kueue or KAI admits, by placeholder pods (docs/operators/quotas.md)."""
+
+    job: Annotated[str, _pattern("[A-Za-z0-9]([-\\w.]{0,38}[A-Za-z0-9])?")] = _said("its name")
+    namespace: SecretName = _said("of its pods; the release's when empty", "")
+    queue: Name = _said("LocalQueue of that namespace, or Queue of KAI")
+    scheduler: Literal["kueue", "kai"] = _said("who admits the pods", "kueue")
+    most: int = _said("pods, and so guests at most", ge=1, le=4_096)
+    priority_class: SecretName = _said("Kueue's WorkloadPriorityClass; for KAI, else `train`", "")
+
+
 class BatchValues(Strict):
     """Files and batches of the gateways (OpenAI's Batch API)."""
 
@@ -674,6 +685,7 @@ class Values(Strict):
     store: StoreValues = _said("etcd", StoreValues())
     scheduler: Scheduler = _said("schedulers", Scheduler())
     controller: Controller = _said("policies as objects", Controller())
+    quotas: tuple[Quota, ...] = _said("jobs whose guests Kueue or KAI admits", ())
     gateway: GatewayValues = _said("gateways", GatewayValues())
     relay: RelayValues = _said("relay", RelayValues())
     node: Node = _said("nodes", Node())

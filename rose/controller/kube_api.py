@@ -22,6 +22,9 @@ NODES: Final = "/api/v1/nodes?resourceVersion=0"
 REQUESTS: Final = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 EVENTS: Final = f"/api/v1/namespaces/{EVENTS_IN}/events"
 LEADER_LABEL: Final = "rose.dev/leader"
+# Label of placeholder pods; resource of Kubernetes nodes, and their label with its number.
+JOB_LABEL: Final = "rose.dev/job"
+RESOURCE: Final = "rose.dev/borrowed-gpu"
 JSON: Final = "application/json"
 # Names, uids and versions: a tenth of the bytes of the objects.
 METADATA: Final = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
@@ -115,6 +118,17 @@ class KubeApi:
         # The right to a pod's status covers its labels, and never its spec.
         path = f"/api/v1/namespaces/{namespace}/pods/{name}/status"
         self._read("PATCH", path, body, content=MERGE)
+
+    def placeholders(self, namespace: str) -> bytes:
+        """Return the JSON of the metadata of running placeholder pods, as now. Raises ApiError."""
+        chosen = f"labelSelector={JOB_LABEL}&fieldSelector=status.phase=Running"
+        return self._read("GET", f"/api/v1/namespaces/{namespace}/pods?{chosen}", accept=METADATA)
+
+    def advertise(self, node: str, number: int) -> None:
+        """Write the number of guests that a node lends. Raises ApiError."""
+        said = {RESOURCE: str(number)}
+        body = {"metadata": {"labels": said}, "status": {"capacity": said, "allocatable": said}}
+        self._read("PATCH", f"/api/v1/nodes/{node}/status", body, content=MERGE)
 
     def signing_requests(self, signer: str) -> bytes:
         """Return the JSON of all CertificateSigningRequests for a signer. Raises ApiError."""

@@ -7,11 +7,12 @@ its core anew from the store.
 import asyncio
 import contextlib
 import math
+import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from rose.command_line.parser import (
 from rose.controller.alerts import AlertReceiver
 from rose.controller.controller import PolicyController
 from rose.controller.kube_api import LEADER_LABEL, ApiError, KubeApi
+from rose.controller.quotas import QuotaController
 from rose.dashboard import (
     DashboardServer,
     DashboardSettings,
@@ -78,6 +80,7 @@ STOP_GRACE_S = 0.5
 # A new process lets its callers wait this long for a leader: its predecessor's lease may last.
 KNOWN_S = 3.0
 KNOWN_LOOK_S = 0.02
+_QUOTA = re.compile(r"(?=.{1,63}=)\w([-.\w]*\w)?=[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 MARK_S = 0.5
 # Records of lent time and memory, for `rose usage`.
 USAGE = "usage.jsonl"
@@ -110,6 +113,7 @@ class SchedulerSettings:
     kubeconfig: Path | None = None
     pod: str = ""
     node_labels: tuple[str, ...] = ()
+    quotas: Mapping[str, str] = field(default_factory=dict)
     dashboard: DashboardSettings | None = None
     alerts: Path | None = None
     alerts_token_file: Path | None = None
@@ -136,10 +140,11 @@ class SchedulerSettings:
         if self.hold_s is not None and not 1 <= self.hold_s <= MOST_HOLD_S:
             raise ConfigError(f"--hold-s {self.hold_s}: choose 1 to {MOST_HOLD_S:.0f}")
         own = self.pod.count("/") == 1 and self.kubernetes and not self.kubeconfig
-        if (self.pod and not own) or (self.node_labels and not self.kubernetes):
+        asks = bool(self.node_labels or self.quotas)
+        if (self.pod and not own) or (asks and not self.kubernetes):
             raise ConfigError(
-                "give --pod NAMESPACE/NAME with --kubernetes, and --node-label with that or"
-                " --kubeconfig"
+                "give --pod NAMESPACE/NAME with --kubernetes, and --node-label and --quota with"
+                " that or --kubeconfig"
             )
         self._check_alerts()
         if self.advertise and not is_address(self.advertise):
@@ -210,6 +215,8 @@ def parser(prog: str = "rose scheduler") -> Parser:
         " are not believed about it (repeatable; with --kubernetes)"
     )
     add("--node-label", action="append", default=[], metavar="KEY", help=what)
+    what = "job with as many guests as placeholder pods, of Kueue or KAI, run (repeatable)"
+    add("--quota", action="append", default=[], metavar="JOB=NAMESPACE", help=what)
     add_dashboard_options(parser)
     alert = parser.add_argument_group("alerts", "holds by Alertmanager's alerts").add_argument
     alert("--alerts", type=Path, metavar="RULES", help="YAML: which alerts hold which nodes")
@@ -233,6 +240,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         "certificates": taken_certificates(options),
         "jobs": standing_jobs(args.job),
         "node_labels": tuple(args.node_label),
+        "quotas": quotas(args.quota),
         "kubernetes": args.kubernetes or args.kubeconfig is not None,
         "dashboard": taken_dashboard(args),
     }
@@ -255,6 +263,17 @@ def standing_jobs(named: Sequence[str]) -> tuple[JobRecord, ...]:
     if len(set(names)) < len(names):
         raise ConfigError(f"--job names {max(names, key=names.count)} twice; name each job once")
     return tuple(records)
+
+
+def quotas(named: Sequence[str]) -> dict[str, str]:
+    """Return the namespace by job of each `--quota JOB=NAMESPACE`. Raises ConfigError."""
+    found = {job: namespace for job, _, namespace in (each.partition("=") for each in named)}
+    if len(found) < len(named) or not all(map(_QUOTA.fullmatch, named)):
+        raise ConfigError(
+            f"--quota {' '.join(named)[:200]}: give JOB=NAMESPACE, once for each job; JOB is a"
+            " label's value: at most 63 letters, digits, dashes, dots and underscores"
+        )
+    return found
 
 
 async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
@@ -375,8 +394,9 @@ async def _lead(
         standing=names,
         asks_objects=api is not None,
         label_keys=settings.node_labels,
+        quotas=settings.quotas,
     )
-    controllers: list[PolicyController] = []
+    controllers: list[PolicyController | QuotaController] = []
     background = Background(events.write)
     expiry = settings.certificates.troubles if settings.certificates else list[str]
     service = SchedulerService(
@@ -404,6 +424,9 @@ async def _lead(
         keys = settings.node_labels
         controllers.append(PolicyController(api, service, events.write, label_keys=keys))
         background.start("objects", controllers[0].run, restarts=None)
+    if api is not None and settings.quotas:
+        controllers.append(QuotaController(api, service, settings.quotas))
+        background.start("quotas", controllers[-1].run, restarts=None)
     handlers.lead(service)
     try:
         await background.failed()

@@ -208,7 +208,8 @@ class RunRow:
 class Job:
     """Registered job. turns, owed_tokens, made_tok_s: None while no gateway has reported.
 
-    version: its newest weight version. chain: number of versions of which nodes are told.
+    version: its newest weight version. chain: number of versions of which nodes are told. quota:
+    guests that its placeholder pods allow. held_back: why its quota admits no new guest.
     """
 
     name: str
@@ -217,6 +218,8 @@ class Job:
     max_staleness: int
     weight: float
     max_guests: int | None
+    quota: int | None
+    held_back: str
     leased: int
     guests: int
     turns: int | None

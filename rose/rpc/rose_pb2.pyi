@@ -2152,6 +2152,8 @@ class JobView(_message.Message):
     FIRST_VERSION_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     STANDING_FIELD_NUMBER: _builtins.int
+    QUOTA_FIELD_NUMBER: _builtins.int
+    HELD_BACK_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     latest_version: _builtins.int
     max_staleness: _builtins.int
@@ -2177,6 +2179,10 @@ class JobView(_message.Message):
     """the first one is a base, else it follows the model"""
     standing: _builtins.bool
     """named by --job, and no trainer has registered it: dedicated replicas only"""
+    quota: _builtins.int
+    """guests that its placeholder pods allow; absent: it has no quota, or none was read"""
+    held_back: _builtins.str
+    """why its quota admits no new guest"""
     @_builtins.property
     def run(self) -> Global___RunView:
         """absent: no trainer of this release has registered it"""
@@ -2201,12 +2207,16 @@ class JobView(_message.Message):
         first_version: _builtins.int = ...,
         base: _builtins.bool = ...,
         standing: _builtins.bool = ...,
+        quota: _builtins.int | None = ...,
+        held_back: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_quota", b"_quota", "quota", b"quota", "run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "chain", b"chain", "demand_known", b"demand_known", "first_version", b"first_version", "guests", b"guests", "job", b"job", "latest_version", b"latest_version", "leased", b"leased", "made_tok_s", b"made_tok_s", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "owed_tokens", b"owed_tokens", "run", b"run", "standing", b"standing", "turns", b"turns", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_quota", b"_quota", "base", b"base", "chain", b"chain", "demand_known", b"demand_known", "first_version", b"first_version", "guests", b"guests", "held_back", b"held_back", "job", b"job", "latest_version", b"latest_version", "leased", b"leased", "made_tok_s", b"made_tok_s", "max_guests", b"max_guests", "max_staleness", b"max_staleness", "model", b"model", "owed_tokens", b"owed_tokens", "quota", b"quota", "run", b"run", "standing", b"standing", "turns", b"turns", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__quota: _TypeAlias = _typing.Literal["quota"]  # noqa: Y015
+    _WhichOneofArgType__quota: _TypeAlias = _typing.Literal["_quota", b"_quota"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quota) -> _WhichOneofReturnType__quota | None: ...
 
 Global___JobView: _TypeAlias = JobView  # noqa: Y015
 

@@ -45,6 +45,7 @@ from rose.scheduler.core.messages import (
     LogRecord,
     ObjectsHeard,
     PublishTable,
+    QuotasHeard,
     Reserve,
     Save,
     StoredEvent,
@@ -287,6 +288,14 @@ class SchedulerService(SchedulerServicer):
         refused: names of invalid objects. labels: those that were asked for, by node.
         """
         self._step(ObjectsHeard(heard_s, refused, labels))
+
+    def quotas_heard(self, heard_s: float, pods: Mapping[str, int]) -> None:
+        """Tell the core how many placeholder pods of jobs ran at `heard_s`, by its clock."""
+        self._step(QuotasHeard(heard_s, pods))
+
+    def lendable(self) -> dict[str, int]:
+        """Return the number of guests that may be lent now, by node; nodes without are left out."""
+        return self._core.lendable(self._clock())
 
     def policies_in_force(self) -> tuple[dict[str, CapacityPolicy], frozenset[str]]:
         """Return all capacity policies by name, and the names of those of Kubernetes objects."""

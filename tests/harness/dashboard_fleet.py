@@ -7,7 +7,7 @@ with time, and hang on nothing else.
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from elastic_scheduler import HarvestMode, Offer, ReplicaKind
 from elastic_scheduler.capacity import parse_policy
@@ -58,13 +58,18 @@ class DashboardFleet:
     """The core, its nodes, and the service that a `Watch` asks, all on one hand-turned clock."""
 
     def __init__(
-        self, nodes: int = 20, names: tuple[str, ...] = (), *, advisory: bool = False
+        self,
+        nodes: int = 20,
+        names: tuple[str, ...] = (),
+        *,
+        advisory: bool = False,
+        quotas: Mapping[str, str] | None = None,
     ) -> None:
         """`names`: of the first nodes; others are `serving-0001` and so on. advisory: no policy
-        lends.
+        lends. quotas: namespaces of placeholder pods, by job.
         """
         self.now_s = 1_000.0
-        self.core = SchedulerCore(load({}), HarvestMode.OFF)
+        self.core = SchedulerCore(load({}), HarvestMode.OFF, quotas=quotas)
         self.names = [*names, *(f"serving-{n:04}" for n in range(len(names), nodes))]
         self.pools = [POOLS[n % len(POOLS)] for n in range(nodes)]
         self.stands_by = False

@@ -97,6 +97,9 @@
 {{- fail "scheduler.holdS is of the policy rose: leave it out, or set scheduler.policy=rose" }}
 {{- end }}
 {{- end }}
+{{- if and $v.quotas (not (include "rose.asksApiServer" .)) }}
+{{- fail "quotas: schedulers count the pods by a token of this cluster's API server: set controller.enabled=true without a kubeconfigSecret, and not role=nodes; or leave quotas out" }}
+{{- end }}
 {{- if $v.relay.enabled }}
 {{- if not $v.relay.jobs }}
 {{- fail "relay.jobs is empty: name the jobs whose weights it passes on, or set relay.enabled=false" }}

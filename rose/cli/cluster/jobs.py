@@ -119,7 +119,8 @@ def jobs_table(jobs: Sequence[Job], title: str = "") -> Table:
 
 
 def _row(job: Job) -> tuple[Said, ...]:
-    quota = f" of {job.max_guests}" if job.max_guests else ""
+    bounds = [most for most in (job.max_guests, job.quota) if most is not None]
+    quota = f" of {min(bounds)}" if bounds else ""
     return (
         job.name,
         job.model or "-",
@@ -135,7 +136,8 @@ def _row(job: Job) -> tuple[Said, ...]:
 
 def list_jobs(fleet: Fleet, _: str) -> View:
     """Return a view with a table of all jobs. The second argument is not used."""
-    lines = () if fleet.jobs else ("no job is registered",)
+    held = tuple(f"job {job.name}: {job.held_back}" for job in fleet.jobs if job.held_back)
+    lines = held if fleet.jobs else ("no job is registered",)
     return View(fleet.jobs, lines, (jobs_table(fleet.jobs),))
 
 
@@ -160,7 +162,8 @@ def show_job(fleet: Fleet, name: str) -> View:
         ),
     )
     data = {"job": job, "replicas": rows}
-    return View(data, (_run_line(job), _chain_line(job), _served(rows)), (table,))
+    held = (f"quota: {job.held_back}",) if job.held_back else ()
+    return View(data, (_run_line(job), _chain_line(job), _served(rows), *held), (table,))
 
 
 def _known(fleet: Fleet, name: str) -> Job:

@@ -43,6 +43,7 @@ from rose.scheduler.core.messages import (
     Reserve,
     TakenBack,
 )
+from rose.scheduler.core.quotas import QuotaBook
 from rose.scheduler.persistence import Saved, save_epoch
 from rose.scheduler.wire import lease_command, release_command
 
@@ -107,6 +108,7 @@ class Leasing:
         healths: HealthBook,
         jobs: JobRegistry,
         demand: DemandBook,
+        quotas: QuotaBook,
         policy: Policy | None = None,
     ) -> None:
         """Begin without live leases. saved: epochs and their jobs, stored by earlier leaders."""
@@ -115,6 +117,7 @@ class Leasing:
         self._fleet, self._jobs = fleet, jobs
         self._healths = healths
         self._demand = demand
+        self._quotas = quotas
         self._policy = policy or make_policy("rose")
         self._log: ReasonLog[Reason] = ReasonLog()
         # Time at which each lease began, and its replica's newest offer: input of the policy.
@@ -442,9 +445,10 @@ class Leasing:
             else:
                 guests.setdefault(lease.job, []).append(lease)
         for name, held in guests.items():
-            if live[name].max_guests:
+            most = self._quotas.most(live[name], len(held), self._now_s)
+            if most < len(held):
                 held.sort(key=lambda lease: self._since_s(lease))
-                beyond = held[live[name].max_guests :]
+                beyond = held[int(most) :]
                 undue += [(lease, "more guests than the job's quota") for lease in beyond]
         return undue
 
@@ -471,7 +475,7 @@ class Leasing:
                 continue
             if offer is not None and offer.kind is ReplicaKind.GUEST:
                 # A host lends to training, not to a name that an operator has written down.
-                if job.standing or (job.max_guests and guests[job.job] >= job.max_guests):
+                if guests[job.job] >= self._quotas.most(job, guests[job.job], self._now_s):
                     continue
                 guests[job.job] += 1
             kept.append(move)
@@ -479,6 +483,7 @@ class Leasing:
 
     def _demands(self) -> tuple[JobDemand, ...]:
         alone = self._jobs.only is not None
+        guests = Counter(h.job for h in self._holdings.values() if h.offer.kind is GUEST)
         return tuple(
             replace(
                 self._demand.demand(
@@ -486,7 +491,7 @@ class Leasing:
                 ),
                 weight=job.weight * self._allowed.weight_of(job.job),
                 model=job.model,
-                max_guests=0 if job.standing else job.max_guests or math.inf,
+                max_guests=self._quotas.most(job, guests[job.job], self._now_s),
             )
             for job in self._jobs.live
         )

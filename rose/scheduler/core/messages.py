@@ -273,6 +273,14 @@ class ObjectsHeard:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotasHeard:
+    """Event for the scheduler core: running placeholder pods by job, as of monotonic `heard_s`."""
+
+    heard_s: float
+    pods: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class RevokeAsked:
     """Event for the scheduler core: an operator revokes a replica's lease.
 
@@ -335,6 +343,7 @@ Event = (
     | PolicyApplied
     | PolicyDeleted
     | ObjectsHeard
+    | QuotasHeard
     | RevokeAsked
     | EpochReserved
     | Tick

@@ -40,6 +40,7 @@ from rose.scheduler.core.fleet import FleetBook, HealthBook, NodeView
 from rose.scheduler.core.job_registry import JobRegistry
 from rose.scheduler.core.leasing import Leasing
 from rose.scheduler.core.limits import cut_text
+from rose.scheduler.core.quotas import QuotaBook
 from rose.scheduler.core.runs import RunBook
 from rose.scheduler.core.usage import Lent, Pair, UsageBook
 from rose.scheduler.persistence import JobRecord, VersionRecord
@@ -109,7 +110,8 @@ class JobSeen:
 
     first: version before which all weights are another run's. demand: sum of the gateways' reports,
     None before any gateway reported. run: the trainer's run, None without one. chain: versions of
-    which nodes are told.
+    which nodes are told. quota: guests that its placeholder pods allow, None without a quota or
+    before they were read. held_back: why its quota admits no new guest.
     """
 
     record: JobRecord
@@ -118,6 +120,8 @@ class JobSeen:
     demand: JobFigures | None
     run: pb.RunView | None
     chain: tuple[VersionRecord, ...] = ()
+    quota: int | None = None
+    held_back: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,7 @@ class Books:
     demand: DemandBook
     runs: RunBook
     usage: UsageBook
+    quotas: QuotaBook
 
 
 def observe(books: Books, now_s: float, *, budgets: bool) -> Observed:
@@ -214,6 +219,8 @@ def observe(books: Books, now_s: float, *, budgets: bool) -> Observed:
                 books.demand.figures(job.job, now_s, alone=alone),
                 books.runs.view(job.job),
                 tuple(jobs.chain(job.job).records),
+                books.quotas.pods.get(job.job),
+                books.quotas.why(job.job, now_s),
             )
             for job in jobs.live
         ),
@@ -523,6 +530,8 @@ def _job(job: JobSeen, seen: Observed) -> pb.JobView:
         max_guests=record.max_guests,
         leased=len(leased),
         guests=sum(each.kind is ReplicaKind.GUEST for each in leased),
+        quota=job.quota,
+        held_back=job.held_back,
     )
     if demand is not None:
         view.demand_known = True

@@ -8,6 +8,7 @@
     job ends      --> its leases are released, its name and newest version are kept
     run           --> one trainer has a job at a time; who lost it is refused
     demand        --> kept for each gateway: what a policy goes by
+    quotas        --> kept for each job: its guests beyond them are released
     silence       --> the node relays no weights until it speaks again
     policy, stop  --> each node that it changes is told its mode and caps
     new leader    --> leases that nodes hold of the one before go on, under their epochs
@@ -19,8 +20,8 @@ No other action waits for the store, so live leases are renewed while it does no
 """
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +56,7 @@ from rose.scheduler.core.messages import (
     PolicyApplied,
     PolicyDeleted,
     PublishTable,
+    QuotasHeard,
     RatesMeasured,
     ReplicaDrained,
     RevokeAsked,
@@ -75,6 +77,7 @@ from rose.scheduler.core.observed import (
     replica_rows,
     snapshot,
 )
+from rose.scheduler.core.quotas import QuotaBook
 from rose.scheduler.core.runs import RunBook
 from rose.scheduler.core.usage import GuestReading, UsageBook, owner_of
 from rose.scheduler.persistence import RUNS, JobRecord, Saved, VersionRecord, forget, save
@@ -156,12 +159,13 @@ class SchedulerCore:
         *,
         asks_objects: bool = False,
         label_keys: Sequence[str] = (),
+        quotas: Mapping[str, str] | None = None,
     ) -> None:
         """Begin from what the store has: jobs, versions, runs, epochs, modes and policies.
 
         standing: jobs that get their dedicated replicas even without a trainer. asks_objects: True
         if this scheduler reads capacity policies from a Kubernetes API server. label_keys: patterns
-        of the labels of nodes that it reads there.
+        of the labels of nodes that it reads there. quotas: namespaces of placeholder pods, by job.
         """
         self.capacity = CapacityBook(
             saved, default_mode, asks_objects=asks_objects, asks_labels=bool(label_keys)
@@ -173,6 +177,7 @@ class SchedulerCore:
         self.demand = DemandBook()
         self.usage = UsageBook()
         self._jobs = JobRegistry(saved.jobs, saved.versions, standing)
+        self.quotas = QuotaBook(quotas or {})
         self._leasing = Leasing(
             times or LeaseTimes(),
             saved,
@@ -181,6 +186,7 @@ class SchedulerCore:
             self._healths,
             self._jobs,
             self.demand,
+            self.quotas,
             leasing_policy,
         )
         self.runs = RunBook(saved.runs, run_ttl_s)
@@ -193,6 +199,7 @@ class SchedulerCore:
             self.demand,
             self.runs,
             self.usage,
+            self.quotas,
         )
         self._table = pb.ReplicaTable()
         self._published_s: float | None = None
@@ -205,6 +212,7 @@ class SchedulerCore:
             Attached: self._attach,
             Detached: lambda event, _: self._detach(event.stream),
             Demanded: self._demanded,
+            QuotasHeard: lambda event, _: self.quotas.heard(event),
             RevokeAsked: self._revoke,
             EpochReserved: lambda event, _: self._leasing.reserved(event.replica, event.epoch),
             RunRenewed: lambda event, _: self._renew(event),
@@ -330,6 +338,12 @@ class SchedulerCore:
         leases = [each.lease for each in seen.leases]
         selected, ends = self.capacity.outlook(event.policy, nodes, offers, leases)
         return pb.ApplyPolicyReply(changed=changed, nodes=selected, ends=ends, attached=len(nodes))
+
+    def lendable(self, now_s: float) -> dict[str, int]:
+        """Return the number of guests that may be lent now, by node; nodes without are left out."""
+        mode_of, offers = self.capacity.gate.mode_of, self._fleet.live_offers(now_s).values()
+        guests = ((e.node, e.replica) for e in offers if e.kind is ReplicaKind.GUEST)
+        return Counter(node for node, e in guests if mode_of(e, node) is HarvestMode.ACTIVE)
 
     def policy_views(self, now_s: float) -> dict[str, PolicyView]:
         """Return the status of each capacity policy in force on its nodes, by policy name."""

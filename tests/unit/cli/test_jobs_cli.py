@@ -25,7 +25,10 @@ class JobsScheduler(SchedulerServicer):  # type: ignore[misc]
                     run=RUN,
                 ),
                 pb.JobView(job="idle", standing=True, model="m-7b"),
-                pb.JobView(job="old", latest_version=2, chain=2, first_version=1),
+                pb.JobView(
+                    job="old", latest_version=2, chain=2, first_version=1, max_guests=3, quota=0,
+                    held_back="no guests: none of its placeholder pods runs",
+                ),
             ],
             replicas=[
                 pb.Replica(
@@ -56,7 +59,9 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list[
 def test_a_list_says_which_jobs_have_a_trainer(
     address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, *rows = said(capsys, "list", "--scheduler", address)
+    why, _, _, *rows = said(capsys, "list", "--scheduler", address)
+    assert why == "job old: no guests: none of its placeholder pods runs"
+    assert "0 of 0" in rows[-1], "the stricter of both bounds"
     assert [(row.split()[0], row.split()[-1]) for row in rows] == [
         ("grpo", "live"),
         ("idle", "yet"),
@@ -83,6 +88,8 @@ def test_a_job_is_shown_with_its_run_its_versions_and_what_is_served(
         "versions: none yet; version 0 is m-7b",
         "served: by no replica",
     ]
+    last = said(capsys, "show", "old", "--scheduler", address)[3]
+    assert last == "quota: no guests: none of its placeholder pods runs"
     [line] = said(capsys, "show", "gone", "--scheduler", address, code=2)
     assert line == "rose: job gone is not registered; `rose jobs` lists those that are"
 

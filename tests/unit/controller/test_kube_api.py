@@ -208,9 +208,37 @@ def test_a_pod_is_named_whole_and_only_where_its_api_server_is_asked() -> None:
         ["--pod", "ns/p"],
         ["--kubeconfig", "config", "--pod", "ns/p"],
         ["--node-label", "pool"],
+        ["--quota", "grpo=training"],
     ):
         with pytest.raises(ConfigError, match="give --pod NAMESPACE/NAME with --kubernetes"):
             settings_of([*given, *wrong])
+
+
+def test_quotas_name_each_job_once_with_the_namespace_of_its_pods() -> None:
+    given = ["--store", "s.sqlite", "--log-dir", ".", "--kubernetes"]
+    named = ["--quota", "grpo_1.a=training", "--quota", "B=training"]
+    assert settings_of([*given, *named]).quotas == {"grpo_1.a": "training", "B": "training"}
+    for wrong in ("grpo", "=training", "grpo=", "a b=training", "a=Training", f"{'a' * 64}=t"):
+        with pytest.raises(ConfigError, match="give JOB=NAMESPACE, once for each job"):
+            settings_of([*given, "--quota", wrong])
+    with pytest.raises(ConfigError, match="once for each job"):
+        settings_of([*given, "--quota", "a=x", "--quota", "a=y"])
+
+
+def test_running_placeholders_are_asked_for_and_what_is_lent_is_written(api: KubeApi) -> None:
+    answer(200, b'{"items": []}')
+    api.placeholders("training")
+    method, path, headers, _ = Handler.asked.pop()
+    assert (method, headers["Accept"]) == ("GET", METADATA)
+    chosen = "labelSelector=rose.dev/job&fieldSelector=status.phase=Running"
+    assert path == f"/api/v1/namespaces/training/pods?{chosen}"
+    api.advertise("n0", 2)
+    method, path, headers, body = Handler.asked.pop()
+    assert (method, path) == ("PATCH", "/api/v1/nodes/n0/status")
+    assert headers["Content-Type"] == "application/merge-patch+json"
+    said = {"rose.dev/borrowed-gpu": "2"}
+    status = {"capacity": said, "allocatable": said}
+    assert json.loads(body) == {"metadata": {"labels": said}, "status": status}
 
 
 def test_a_server_that_is_not_there_does_not_answer() -> None:

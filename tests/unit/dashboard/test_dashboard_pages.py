@@ -38,7 +38,7 @@ from rose.dashboard.page import (
 from rose.dashboard.pages import PATHS, ROWS, budget, empty_in
 from rose.dashboard.watch import MOST_PAGES
 from rose.errors import ConfigError
-from rose.scheduler.core.messages import PolicyApplied
+from rose.scheduler.core.messages import PolicyApplied, QuotasHeard
 from scripts.dashboards import dashboards
 from tests.harness.dashboard_fleet import GPUS, DashboardFleet
 from tests.harness.waiting import PATIENCE_S
@@ -119,6 +119,13 @@ class Checked(HTMLParser):
         # A section is called by its heading.
         self.regions += [data] if self.open and self.open[-1] == "h2" else []
         self.said += data
+
+
+async def test_a_job_that_its_quota_holds_back_says_why(watched: Watched) -> None:
+    fleet = DashboardFleet(quotas={"grpo": "training"})
+    fleet.act(QuotasHeard(fleet.now_s, {"grpo": 0}))
+    said = Checked(await page_of(await watched(fleet))).said
+    assert "0; no guests: none of its placeholder pods runs; kubectl get pods -n training" in said
 
 
 async def test_the_front_page_answers_the_eight_questions(watched: Watched) -> None:

@@ -29,7 +29,10 @@ OTHERS_FLAGS = {
     "--from-file",
     "--namespace",
     "--patch-file",
+    "--reuse-values",
+    "--subresource",
     "--timeout",
+    "--type",
     "--values",
     # Options of engines and pip.
     "--enable-elastic-ep",
@@ -59,7 +62,7 @@ OTHERS_FILES = {
     "sglang_remote.py",
     "vllm_remote.py",
 }
-OTHERS_CLASSES = {"BlockPool"}
+OTHERS_CLASSES = {"BlockPool", "SchedulingGated"}
 OTHERS_NAMES = {
     "blocking_client",  # a reader's own
     "causal_conv1d_fn",  # what SGLang and transformers say

@@ -73,6 +73,18 @@ ACTIVE: Object = {
     "images": {"node": {"digest": DIGEST}},
     "node": {"config": {"verify_key": KEY, "replicas": [GUEST]}},
 }
+QUOTAS: Object = {
+    "quotas": [
+        {
+            "job": "grpo_1.A",
+            "namespace": "training",
+            "queue": "borrowed",
+            "most": 4,
+            "priorityClass": "low",
+        },
+        {"job": "evals", "queue": "team-a", "most": 2, "scheduler": "kai"},
+    ]
+}
 RELAY: Object = {
     "relay": {
         "enabled": True,

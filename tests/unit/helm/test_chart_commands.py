@@ -20,7 +20,9 @@ from rose.weight_distribution import relay
 from tests.unit.helm.rendering import (
     ACTIVE,
     CERT_MANAGER,
+    NAMESPACE,
     NODES_ONLY,
+    QUOTAS,
     RELAY,
     SECRETS,
     Object,
@@ -461,6 +463,52 @@ def test_labels_of_nodes_are_read_where_they_are_named_and_by_schedulers_alone()
     assert rule not in objects()["ClusterRole/r-controller"]["rules"]
     with_token = [k for k, pod in pods(named).items() if pod["automountServiceAccountToken"]]
     assert with_token == [SCHEDULER]
+
+
+def test_placeholder_pods_ask_for_a_borrowed_gpu_in_a_queue() -> None:
+    found = objects(QUOTAS)
+    kueue = found["Deployment/r-quota-grpo-1-a"]
+    kai = found["Deployment/r-quota-evals"]
+    assert [each["spec"]["replicas"] for each in (kueue, kai)] == [4, 2]
+    assert [each["metadata"]["namespace"] for each in (kueue, kai)] == ["training", NAMESPACE]
+    labels = kueue["metadata"]["labels"]
+    assert labels["kueue.x-k8s.io/queue-name"] == "borrowed"
+    assert labels["kueue.x-k8s.io/priority-class"] == "low"
+    resource = {"rose.dev/borrowed-gpu": 1}
+    for each, job, asks in ((kueue, "grpo_1.A", {}), (kai, "evals", {"cpu": "10m"})):
+        template, chosen = each["spec"]["template"], each["spec"]["selector"]["matchLabels"]
+        labels = template["metadata"]["labels"]
+        assert labels["rose.dev/job"] == job
+        assert labels.items() >= chosen.items()
+        assert not [label for label in labels if "version" in label or "chart" in label]
+        [container] = template["spec"]["containers"]
+        assert container["resources"] == {"requests": {**resource, **asks}, "limits": resource}
+        assert template["spec"]["securityContext"]["runAsNonRoot"]
+        assert template["spec"]["automountServiceAccountToken"] is False
+    said = kai["spec"]["template"]
+    assert said["metadata"]["labels"]["kai.scheduler/queue"] == "team-a"
+    assert said["spec"]["schedulerName"] == "kai-scheduler"
+    assert said["spec"]["priorityClassName"] == "train", "preemptible"
+    assert "schedulerName" not in kueue["spec"]["template"]["spec"]
+
+
+def test_schedulers_may_count_placeholder_pods_and_write_what_nodes_lend_and_no_more() -> None:
+    settings = settings_of(words(SCHEDULER, QUOTAS)[1:])
+    assert settings.quotas == {"grpo_1.A": "training", "evals": NAMESPACE}
+    found = objects(QUOTAS)
+    lists = {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}
+    for name, namespace in (("grpo-1-a", "training"), ("evals", NAMESPACE)):
+        role, binding = (found[f"{kind}/r-controller-{name}"] for kind in ("Role", "RoleBinding"))
+        assert role["rules"] == [lists]
+        assert [each["metadata"]["namespace"] for each in (role, binding)] == [namespace] * 2
+        assert binding["subjects"][0]["namespace"] == NAMESPACE
+    before = objects()["ClusterRole/r-controller"]["rules"]
+    more = [rule for rule in found["ClusterRole/r-controller"]["rules"] if rule not in before]
+    assert more == [
+        {"apiGroups": [""], "resources": ["nodes"], "verbs": ["list"]},
+        {"apiGroups": [""], "resources": ["nodes/status"], "verbs": ["patch"]},
+    ]
+    assert not [key for key in objects() if "quota" in key], "off by default"
 
 
 def test_the_leader_may_label_its_own_pod_and_no_other() -> None:

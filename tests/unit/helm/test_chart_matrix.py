@@ -13,6 +13,7 @@ from tests.unit.helm.rendering import (
     CERT_MANAGER,
     CHART,
     LEAST,
+    QUOTAS,
     RELAY,
     SECRETS,
     SELF_MADE,
@@ -100,6 +101,8 @@ KEPT: Object = {"records": {"persistence": {"enabled": True}}, "backup": {"enabl
 def matrix() -> list[Object]:
     whole = [joined(*each) for each in itertools.product(ROLES, MODES, IDENTITIES, SWITCHES)]
     kept = [joined(role, SWITCHES[1], KEPT) for role in ROLES]
+    # Schedulers of the other cluster would count the pods.
+    kept += [joined(role, mode, QUOTAS) for role in ROLES[:2] for mode in MODES]
     # Certificates of a trial are self-made, and in no secret.
     viewers = {"rbac": {"viewers": []}}
     return [*whole, TRIAL, joined(TRIAL, SWITCHES[1], viewers), SELF_MADE, *kept]

@@ -33,6 +33,7 @@ from rose.scheduler.core.messages import (
     LogRecord,
     Offered,
     PublishTable,
+    QuotasHeard,
     ReplicaDrained,
     RevokeAsked,
     TakenBack,
@@ -48,13 +49,20 @@ SWITCH_S = 1.0
 class StandinFleet:
     """One node's guests. `served_s`: by job, seconds in which a guest took its turns."""
 
-    def __init__(self, guests: int, jobs: Mapping[str, float], hold_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        guests: int,
+        jobs: Mapping[str, float],
+        hold_s: float = 10.0,
+        quotas: Mapping[str, str] | None = None,
+    ) -> None:
         self.bench = CoreBench()
         self.bench.core = SchedulerCore(
             load(self.bench.store.entries),
             HarvestMode.ACTIVE,
             LeaseTimes(5.0, 1.0, 1.0),
             RosePolicy(hold_s),
+            quotas=quotas,
         )
         for job, weight in jobs.items():
             self.bench.step(JobRegistered(job, 1, weight=weight))
@@ -175,6 +183,47 @@ def test_guests_stay_within_a_quota_also_one_that_is_lowered() -> None:
     fleet.play(10.0, lambda s: (busy("a"), busy("b")))
     [a, b] = fleet.bench.core.status(fleet.bench.now_s).jobs
     assert (a.guests, b.guests) == (1, 2)
+
+
+def quota_of(fleet: StandinFleet, seconds: int, pods: int | None) -> tuple[int, str]:
+    """Play on, with so many placeholder pods of job a or none read; return its guests, and why."""
+    for _ in range(seconds):
+        if pods is not None:
+            fleet._note(fleet.bench.step(QuotasHeard(fleet.bench.now_s, {"a": pods})))
+        fleet.play(1.0, lambda s: (busy("a"),))
+    [a] = fleet.bench.core.status(fleet.bench.now_s).jobs
+    return a.guests, a.held_back.partition(":")[0]
+
+
+def test_placeholder_pods_bound_guests_and_a_count_that_is_old_admits_none() -> None:
+    fleet = StandinFleet(4, {"a": 1.0}, quotas={"a": "training"})
+    unread = "no new guests"
+    assert quota_of(fleet, 30, None) == (0, unread), "no pod was ever read"
+    assert quota_of(fleet, 30, 0) == (0, "no guests")
+    assert quota_of(fleet, 30, 3) == (3, "")
+    assert quota_of(fleet, 2, 2) == (2, ""), "one pod was preempted"
+    assert quota_of(fleet, 30, None) == (2, unread), "what it has goes on"
+    [lease] = [e for e in fleet.bench.core.status(fleet.bench.now_s).leases if e.replica == "g0"]
+    fleet._note(fleet.bench.step(RevokeAsked(lease.replica, "for this test")))
+    assert quota_of(fleet, 30, None) == (1, unread), "and nothing takes its place"
+    assert quota_of(fleet, 30, 4) == (4, "")
+    fleet.bench.step(JobRegistered("a", 1, max_guests=1))
+    assert quota_of(fleet, 5, 4) == (1, ""), "the stricter of both"
+    said = [e.fields for e in fleet.bench.step(QuotasHeard(fleet.bench.now_s, {"a": 0}))
+            if isinstance(e, LogRecord) and e.event == "quota_changed"]  # fmt: skip
+    assert said == [{"job": "a", "guests": 0}]
+
+
+def test_what_may_be_lent_is_counted_by_node_and_nothing_while_it_is_held() -> None:
+    core = StandinFleet(3, {"a": 1.0})
+    core.play(3.0, lambda s: ())
+    assert core.bench.core.lendable(core.bench.now_s) == {"n0": 3}
+    core.bench.step(HarvestSet(HarvestMode.ACTIVE, None))
+    core.bench.step(HarvestSet(HarvestMode.HOLD, "g1"))
+    assert core.bench.core.lendable(core.bench.now_s) == {"n0": 2}
+    core.bench.step(HarvestSet(HarvestMode.HOLD, None))
+    assert core.bench.core.lendable(core.bench.now_s) == {}
+    assert core.bench.core.lendable(core.bench.now_s + 60.0) == {}, "nothing is heard of it"
 
 
 def test_a_job_gets_back_the_guest_that_holds_its_weights() -> None:
