@@ -294,6 +294,14 @@ class AlertRules(Strict):
     rules: tuple[Kube, ...] = _said("which alerts hold which nodes, as that page has them", ())
 
 
+class WebhookValues(Strict):
+    """Events for people, posted as CloudEvents (docs/operators/events.md)."""
+
+    url: Annotated[str, _pattern(r"(https?://[^\s]+)?")] = _said("where they are posted", "")
+    secret: SecretName = _said("secret with the key that signs them, whsec_…, under `secret`", "")
+    severity: Literal["info", "ticket", "page"] = _said("least severity that is posted", "info")
+
+
 class Scheduler(ControlWorkload):
     """Schedulers, of which one leads."""
 
@@ -319,6 +327,7 @@ class Scheduler(ControlWorkload):
         "",
     )
     alerts: AlertRules = _said("holds by alerts", AlertRules())
+    webhook: WebhookValues = _said("events for people", WebhookValues())
     dashboard_token_secret: SecretName = _said(
         "secret with the dashboard's token under `token`: the dashboard asks for it, and leaves"
         " loopback",
@@ -522,6 +531,9 @@ class Peers(Strict):
     dns: tuple[Kube, ...] = _said(
         "name servers",
         ({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},),
+    )
+    webhook: tuple[Kube, ...] = _said(
+        "receiver of `scheduler.webhook.url`, on that URL's port; any address when empty", ()
     )
     etcd: tuple[Kube, ...] = _said("an etcd that is there; any address when empty", ())
     api_server: tuple[Kube, ...] = _said(

@@ -34,7 +34,7 @@ from rose.rpc import rose_pb2 as pb
 from rose.scheduler.core.demand import JobFigures
 from rose.scheduler.core.observed import JobSeen, NodeSeen, Observed, ReplicaSeen
 from rose.scheduler.core.usage import Lent
-from rose.scheduler.metrics import COMPLAINTS, ENDS, SchedulerMetrics
+from rose.scheduler.metrics import COMPLAINTS, ENDS, POSTS, SchedulerMetrics
 from rose.scheduler.persistence import JobRecord
 from rose.scheduler.service import ServiceFigures
 from rose.weight_distribution.relay_metrics import RelayMetrics
@@ -69,7 +69,8 @@ LABELS: Final = {
     "mode": "modes of a grant (node), of policies and of the operator's stop (scheduler)",
     "node": "attached nodes, 4,096 at most",
     "of": "what was refused: " + ", ".join(f"`{each[:-8]}`" for each in sorted(COMPLAINTS)),
-    "result": "what came of a batch's request: `answered`, `failed` or `sent_again`",
+    "result": "what came of a batch's request: `answered`, `failed` or `sent_again`; of an event"
+    " for the webhook: " + ", ".join(f"`{result}`" for result in POSTS),
     "outcome": "what became of a level: "
     + ", ".join(f"`{outcome.value}`" for outcome in ReclaimOutcome),
     "owner": "the label `rose.dev/owner` of nodes, else `rose.dev/deployment`; `(others)` beyond"

@@ -46,7 +46,7 @@ from rose.logs.eventlog import EventLog, JsonlLog, Logs
 from rose.logs.process_log import add_logging_options, announce, complain, repeat, start_logging
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 from rose.metrics_server import MetricsServer
-from rose.process.background_tasks import Background, stop_signalled
+from rose.process.background_tasks import Background, EventSink, stop_signalled
 from rose.process.http_port import connections_allowed, raise_descriptor_limit
 from rose.rpc.channel import make_server
 from rose.scheduler.core.job_registry import with_standing
@@ -57,6 +57,13 @@ from rose.scheduler.core.usage import UsageLog
 from rose.scheduler.metrics import SchedulerMetrics
 from rose.scheduler.persistence import JobRecord, Saved, load, save_slo_budgets
 from rose.scheduler.service import AuditSink, LeaderHandlers, SchedulerService
+from rose.scheduler.webhook import (
+    Webhook,
+    WebhookSettings,
+    add_webhook_options,
+    source_of,
+    taken_webhook,
+)
 from rose.security.audit_log import AuditLog, audit_file
 from rose.security.certificates import CertificateFiles, add_certificate_options, taken_certificates
 from rose.security.roles import Role
@@ -118,6 +125,7 @@ class SchedulerSettings:
     alerts: Path | None = None
     alerts_token_file: Path | None = None
     alerts_address: str = ""
+    webhook: WebhookSettings | None = None
 
     def __post_init__(self) -> None:
         if self.certificates is None:
@@ -223,6 +231,7 @@ def parser(prog: str = "rose scheduler") -> Parser:
     alert("--alerts-token-file", type=Path, metavar="FILE", help="bearer token of Alertmanager")
     what = f"where it posts, /v1/alerts (default {DEFAULT_ALERTS}; others over TLS)"
     alert("--alerts-address", default=DEFAULT_ALERTS, metavar="HOST:PORT", help=what)
+    add_webhook_options(parser)
     add_certificate_options(parser)
     return parser
 
@@ -243,6 +252,7 @@ def settings_of(argv: Sequence[str]) -> SchedulerSettings:
         "quotas": quotas(args.quota),
         "kubernetes": args.kubernetes or args.kubeconfig is not None,
         "dashboard": taken_dashboard(args),
+        "webhook": taken_webhook(args),
     }
     return SchedulerSettings(**given)
 
@@ -316,33 +326,29 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
                 prometheus=settings.dashboard.prometheus,
             )
             told = watch.telling(told)
+        webhook: Webhook | None = None
+        if settings.webhook is not None:
+            source = source_of(cluster, me or host_port(socket.gethostname(), port))
+            webhook = Webhook(settings.webhook, source, metrics.posted)
+            told = webhook.telling(told)
+        faults = [logs.troubles, audit.troubles]
+        faults += [each.troubles for each in (files, webhook) if each is not None]
+
+        def note(event: str, **fields: object) -> None:
+            events.write(event, **fields)
+            told(event, fields, "")
 
         async def lead(fenced: FencedStore) -> None:
-            await _lead(settings, fenced, handlers, logs, events, audit, told, lent, api, spans)
+            await _lead(settings, fenced, handlers, faults, events, note, told, lent, api, spans)
 
-        leadership = Leadership(store, me, lead, events.write)
+        leadership = Leadership(store, me, lead, note)
         server.add_generic_rpc_handlers((handlers,))
         metrics.watch(leadership, lambda: handlers.service_now)
         if settings.metrics_port is not None:
             page = MetricsServer(metrics, settings.metrics_host, settings.metrics_port, files)
             await page.start()
             stack.push_async_callback(page.close)
-        if settings.dashboard is not None and watch is not None:
-            pages = DashboardServer(watch, settings.dashboard, files)
-            await pages.start()
-            stack.callback(watch.close)
-            stack.push_async_callback(pages.close)
-        beside = Background(events.write)
-        stack.push_async_callback(beside.close)
-        if watch is not None:
-            beside.start("dashboard", watch.run, restarts=None)
-        if api is not None and settings.pod:
-            beside.start("mark", partial(_mark, api, settings.pod, handlers, events), restarts=None)
-        if settings.alerts is not None and settings.alerts_token_file is not None:
-            rules, token = settings.alerts, settings.alerts_token_file
-            alerts = AlertReceiver(rules, token, lambda: handlers.service_now, events.write)
-            await alerts.start(settings.alerts_address, files)
-            stack.push_async_callback(alerts.close)
+        await _start_beside(stack, settings, handlers, events, watch, webhook, api)
 
         def known() -> bool:
             return stop.is_set() or handlers.leads or leadership.address not in ("", me)
@@ -364,13 +370,44 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
             told("scheduler_stopped", {}, "")
 
 
+async def _start_beside(
+    stack: contextlib.AsyncExitStack,
+    settings: SchedulerSettings,
+    handlers: LeaderHandlers,
+    events: EventLog,
+    watch: Watch | None,
+    webhook: Webhook | None,
+    api: KubeApi | None,
+) -> None:
+    """Start what only some schedulers have, until `stack` is closed."""
+    if settings.dashboard is not None and watch is not None:
+        pages = DashboardServer(watch, settings.dashboard, settings.certificates)
+        await pages.start()
+        stack.callback(watch.close)
+        stack.push_async_callback(pages.close)
+    beside = Background(events.write)
+    stack.push_async_callback(beside.close)
+    if watch is not None:
+        beside.start("dashboard", watch.run, restarts=None)
+    if webhook is not None:
+        beside.start("webhook", webhook.run, restarts=None)
+        stack.push_async_callback(webhook.drain)
+    if api is not None and settings.pod:
+        beside.start("mark", partial(_mark, api, settings.pod, handlers, events), restarts=None)
+    if settings.alerts is not None and settings.alerts_token_file is not None:
+        rules, token = settings.alerts, settings.alerts_token_file
+        alerts = AlertReceiver(rules, token, lambda: handlers.service_now, events.write)
+        await alerts.start(settings.alerts_address, settings.certificates)
+        stack.push_async_callback(alerts.close)
+
+
 async def _lead(
     settings: SchedulerSettings,
     store: FencedStore,
     handlers: LeaderHandlers,
-    logs: Logs,
+    faults: Sequence[Callable[[], list[str]]],
     events: EventLog,
-    audit: AuditLog,
+    note: EventSink,
     told: AuditSink,
     lent: JsonlLog,
     api: KubeApi | None,
@@ -379,7 +416,9 @@ async def _lead(
     """Lead for one term, with a core that is built from the store; it ends only by cancellation or
     an error.
 
-    told: callback that gets each decision, for the audit log and other listeners.
+    faults: each returns faults of the process, a line each. note: writes an event to the event log
+    and the audit log. told: callback that gets each decision, for the audit log and other
+    listeners.
     """
     saved = with_standing(load((await store.list("")).entries), settings.jobs)
     times = LeaseTimes(cooldown_s=settings.cooldown_s)
@@ -397,17 +436,14 @@ async def _lead(
         quotas=settings.quotas,
     )
     controllers: list[PolicyController | QuotaController] = []
-    background = Background(events.write)
-    expiry = settings.certificates.troubles if settings.certificates else list[str]
+    background = Background(note)
     service = SchedulerService(
         core,
         store,
         events,
         lambda: [
             *background.troubles(),
-            *logs.troubles(),
-            *expiry(),
-            *audit.troubles(),
+            *(line for each in faults for line in each()),
             *(line for each in controllers for line in each.troubles()),
         ],
         # Bound to this term, so that its streams end with it.
@@ -422,7 +458,7 @@ async def _lead(
     background.start("budgets", partial(_keep_budgets, core, saved, store), restarts=None)
     if api is not None:
         keys = settings.node_labels
-        controllers.append(PolicyController(api, service, events.write, label_keys=keys))
+        controllers.append(PolicyController(api, service, note, label_keys=keys))
         background.start("objects", controllers[0].run, restarts=None)
     if api is not None and settings.quotas:
         controllers.append(QuotaController(api, service, settings.quotas))

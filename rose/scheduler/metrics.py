@@ -33,6 +33,7 @@ OTHERS = "(others)"
 JOB_KEPT_S = 900.0
 STORE_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 ENDS = {"lease_expired": "expired", "lease_released": "released", "revoked": "revoked"}
+POSTS = ("delivered", "dropped", "failed")
 COMPLAINTS = frozenset({"call_refused", "offer_refused", "peer_refused", "switch_refused"})
 # Budgets are over 30 days, and cost a walk over all hosts.
 BUDGETS_EVERY_S = 15.0
@@ -136,6 +137,11 @@ class SchedulerMetrics(Collector):
         self._store_errors = self._counter(
             "rose_scheduler_store_errors", "Calls that the store did not answer.", "call"
         )
+        self._posts = self._counter(
+            "rose_scheduler_webhook_events", "Events for the webhook, by their end.", "result"
+        )
+        for result in POSTS:
+            self._posts.labels(result)
         self.registry.register(self)
 
     def watch(self, leadership: Leadership, service: Callable[[], SchedulerService | None]) -> None:
@@ -155,6 +161,10 @@ class SchedulerMetrics(Collector):
             self._terms.labels(event.removeprefix("scheduler_")).inc()
         elif event in COMPLAINTS:
             self._complaints.labels(event.removesuffix("_refused")).inc()
+
+    def posted(self, result: str) -> None:
+        """Count an event of the webhook that was `delivered`, `failed` or `dropped`."""
+        self._posts.labels(result).inc()
 
     def called(self, call: str, seconds: float, answered: bool) -> None:
         """Record the duration of one call of the store, and an error if it was not answered."""

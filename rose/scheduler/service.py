@@ -217,7 +217,7 @@ class SchedulerService(SchedulerServicer):
         self._troubles = troubles
         self._core = core
         self._store = store
-        self._writer = StoreWriter(store, events.write)
+        self._writer = StoreWriter(store, self._note)
         self._events = events
         self._answer_s = times.answer_s
         self._streams = itertools.count(1)
@@ -357,7 +357,7 @@ class SchedulerService(SchedulerServicer):
         if mode is now or (first and stricter(mode, now) is now):
             return
         self._closings += mode is not HarvestMode.ACTIVE
-        self._events.write("stop_read", mode=mode.value)
+        self._note("stop_read", mode=mode.value)
         self._step(HarvestSet(mode, None, opens=False))
 
     def _beat(self) -> None:
@@ -657,6 +657,9 @@ class SchedulerService(SchedulerServicer):
     def _complain(self, event: str, peer: str, reason: str) -> None:
         for record in self._core.complain(event, peer, reason[:200], self._clock()):
             self._write(record)
+
+    def _note(self, event: str, **fields: object) -> None:
+        self._write(LogRecord(event, fields))
 
     def _write(self, record: LogRecord) -> None:
         self._events.write(record.event, **record.fields)

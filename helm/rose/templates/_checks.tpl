@@ -56,6 +56,9 @@
 {{- if ne (empty $v.scheduler.alerts.tokenSecret) (empty $v.scheduler.alerts.rules) }}
 {{- fail "scheduler.alerts needs both rules and tokenSecret: name the secret whose `token` Alertmanager shows, and write the rules; or leave both out" }}
 {{- end }}
+{{- if ne (empty $v.scheduler.webhook.url) (empty $v.scheduler.webhook.secret) }}
+{{- fail "scheduler.webhook needs both url and secret: name the secret whose `secret` signs events, whsec_…; or leave both out" }}
+{{- end }}
 {{- if and $v.store.own.enabled $v.store.endpoints }}
 {{- fail "store.endpoints names an etcd, and store.own.enabled runs another: set store.own.enabled=false" }}
 {{- end }}

@@ -14,6 +14,7 @@ from rose.controller.alerts import read_rules
 from rose.gateway.settings import COUNTS, TIMES, parse_settings
 from rose.main.scheduler import settings_of
 from rose.node.config import NodeConfig
+from rose.scheduler.webhook import Severity, WebhookSettings
 from rose.security.development_ca import DevelopmentCa
 from rose.security.roles import Role
 from rose.weight_distribution import relay
@@ -118,6 +119,32 @@ def test_rules_of_alerts_reach_schedulers_and_alertmanager_their_port(tmp_path: 
     into = found["NetworkPolicy/r-scheduler"]["spec"]["ingress"]
     assert {"protocol": "TCP", "port": 7470} in [port for each in into for port in each["ports"]]
     assert "ConfigMap/r-scheduler-alerts" not in objects()
+
+
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [
+        ("https://h.example/x", 443),
+        ("http://relay.ns.svc/x", 80),
+        ("http://relay:8085/x?a=b", 8085),
+    ],
+)
+def test_a_webhook_reaches_schedulers_with_its_secret_and_a_way_out(url: str, port: int) -> None:
+    peer = {"namespaceSelector": {}}
+    given = {
+        "scheduler": {"webhook": {"url": url, "secret": "signs", "severity": "ticket"}},
+        "networkPolicy": {"peers": {"webhook": [peer]}},
+    }
+    webhook = settings_of(words("Deployment/r-scheduler", given)[1:]).webhook
+    assert webhook == WebhookSettings(url, Path("/etc/rose/webhook/secret"), Severity.TICKET)
+    found = objects(given)
+    pod = found["Deployment/r-scheduler"]["spec"]["template"]["spec"]
+    [volume] = [each for each in pod["volumes"] if each["name"] == "webhook"]
+    assert volume["secret"]["secretName"] == "signs"
+    mounts = pod["containers"][0]["volumeMounts"]
+    assert "/etc/rose/webhook" in [each["mountPath"] for each in mounts]
+    out = {"ports": [{"protocol": "TCP", "port": port}], "to": [peer]}
+    assert out in found["NetworkPolicy/r-scheduler"]["spec"]["egress"]
 
 
 # ---- gateways ----

@@ -157,6 +157,8 @@ TOGETHER: list[tuple[Object, str]] = [
     ({"scheduler": {"policy": "paper", "holdS": 60}}, "scheduler.policy=rose"),
     ({"scheduler": {"alerts": {"tokenSecret": "t"}}}, "needs both rules and tokenSecret"),
     ({"scheduler": {"alerts": {"rules": [{"match": {}}]}}}, "needs both rules and tokenSecret"),
+    ({"scheduler": {"webhook": {"url": "https://h/x"}}}, "needs both url and secret"),
+    ({"scheduler": {"webhook": {"secret": "s"}}}, "needs both url and secret"),
     ({"relay": {"enabled": True}}, "relay.jobs is empty"),
     (joined(RELAY, {"relay": {"jobs": [{"name": "j", "origin": "http://t:1"}]}}), "verifyKey"),
     ({"mode": "Active"}, "node.config.replicas names none"),
