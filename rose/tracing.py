@@ -25,6 +25,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rose.otlp import is_disabled, limited, resource_of
+
 TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 # The specification asks that at least so much is handed on; more than that is left out.
@@ -126,7 +128,6 @@ def of_span(span: object) -> TraceContext | None:
 # ---- spans ----
 
 ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
-DISABLED: Final = "OTEL_SDK_DISABLED"
 Attributes = Mapping[str, str | int | float | bool]
 
 _log = logging.getLogger(__name__)
@@ -208,7 +209,7 @@ def spans_of(service: str, environment: Mapping[str, str] = os.environ) -> Spans
     service: name that collected spans bear, unless `OTEL_SERVICE_NAME` gives one. It may set
     OpenTelemetry's global tracer provider.
     """
-    if environment.get(DISABLED, "").lower() == "true":
+    if is_disabled(environment):
         return NO_SPANS
     wanted = any(environment.get(name) for name in ENDPOINTS)
     if not wanted and "opentelemetry.trace" not in sys.modules:
@@ -230,12 +231,9 @@ def spans_of(service: str, environment: Mapping[str, str] = os.environ) -> Spans
 
 def _provider(service: str) -> Any:  # noqa: ANN401 -- of an optional package
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    # The environment's service name takes precedence.
-    named = os.environ.get("OTEL_SERVICE_NAME") or service
-    provider = TracerProvider(resource=Resource.create({"service.name": named}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider = TracerProvider(resource=resource_of(service))
+    provider.add_span_processor(BatchSpanProcessor(limited(OTLPSpanExporter())))
     return provider

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Self
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from rose.gateway.backends.http_pool import ClusterTls, Upstream
 from rose.gateway.batch_jobs.folder import BatchFolder
@@ -24,6 +25,7 @@ from rose.gateway.stats import GatewayHealth, GatewayStats, GatewayStatus
 from rose.gateway.text_codec import ServedModel, TextCodec, TextLimits
 from rose.logs.eventlog import Logs
 from rose.logs.process_log import announce
+from rose.otlp import export_metrics
 from rose.process.background_tasks import Background
 from rose.process.http_port import HttpPort
 from rose.security.audit_log import AuditLog, audit_file
@@ -99,6 +101,7 @@ class Gateway:
         self.background.start("loop_lag", stats.loop_lag.watch)
         if self._server.batches is not None:
             self.background.start("batches", self._server.batches.run)
+        export_metrics("rose-gateway", self._server.metrics_text, text_string_to_metric_families)
         source = self._source()
         self.background.start("table", lambda: source.run(self.set_table))
         return self

@@ -447,13 +447,17 @@ class GatewayServer:
             )
         )
 
-    async def _metrics(self, http: web.Request) -> web.Response:
-        text = metrics.exposition(
+    def metrics_text(self) -> str:
+        """Return the text of `/metrics`, in Prometheus' format."""
+        return metrics.exposition(
             self._stats,
             self._dispatcher.jobs.live_turns(),
             self._dispatcher.waiting,
             self._health_now(),
         )
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        text = self.metrics_text()
         return web.Response(text=text, content_type="text/plain", charset="utf-8")
 
     async def _show_stats(self, http: web.Request) -> web.Response:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from rose.clock import utc_text
 from rose.errors import ConfigError
 from rose.logs.rotating_jsonl import LogThread
+from rose.otlp import OWN_LOGGERS, log_handler
 
 OPTIONS: Final = {
     "level": ("info", ("debug", "info", "warning", "error")),
@@ -28,20 +29,24 @@ OPTIONS: Final = {
 }
 """Defaults and values of the options --log-level and --log-format."""
 _RECORDS: Final = logging.getLogger("records")
-# Records of log files are repeated with JSON alone.
+# Records of log files are repeated with JSON, and exported where OTLP is asked for.
 _OFF: Final = logging.CRITICAL + 1
 _RECORDS.setLevel(_OFF)
+_RECORDS.propagate = False
 
 
 class AsideHandler(logging.Handler):
     """Log handler that passes records to another one in a thread: a full pipe stops no caller.
 
-    Records beyond WAITING pending ones are dropped.
+    Records beyond WAITING pending ones are dropped. at_end: function that `close` has called after
+    the last record.
     """
 
-    def __init__(self, handler: logging.Handler) -> None:
+    def __init__(
+        self, handler: logging.Handler, at_end: Callable[[], object] = lambda: None
+    ) -> None:
         super().__init__()
-        self._handler = handler
+        self._handler, self._at_end = handler, at_end
         self._thread = LogThread("rose-log")
 
     @override
@@ -51,6 +56,7 @@ class AsideHandler(logging.Handler):
     @override
     def close(self) -> None:
         """Write the pending records, as far as the reader takes them within a second."""
+        self._thread.put(self._at_end)
         self._thread.close(1.0)
         super().close()
 
@@ -146,7 +152,20 @@ def start_logging(component: str, argv: Sequence[str]) -> None:
         logging.captureWarnings(capture=True)
         sys.excepthook = lambda *info: logging.critical("unexpected error", exc_info=info)
         _RECORDS.setLevel(logging.NOTSET)
+        _RECORDS.propagate = True
     logging.basicConfig(level=options.log_level.upper(), handlers=[AsideHandler(handler)])
+    if (exported := log_handler(component)) is not None:
+        export = AsideHandler(*exported)
+        export.addFilter(lambda record: not record.name.startswith(OWN_LOGGERS))
+        logging.getLogger().addHandler(export)
+        _RECORDS.setLevel(logging.NOTSET)
+        if not _RECORDS.propagate:
+            _RECORDS.addHandler(export)
+
+
+def _own() -> logging.Logger:
+    # The lines of `announce` and `complain` are shown by themselves where the log is text.
+    return logging.getLogger("rose") if _RECORDS.propagate else _RECORDS
 
 
 def announce(process: str, line: str) -> None:
@@ -154,8 +173,8 @@ def announce(process: str, line: str) -> None:
 
     A reader that is gone, or a full disk, is ignored: no work depends on it.
     """
-    if _RECORDS.level != _OFF:
-        logging.getLogger("rose").info("%s", line)
+    _own().info("%s", line)
+    if _RECORDS.propagate:
         return
     with contextlib.suppress(OSError):
         sys.stdout.write(f"{process}: {line}\n")
@@ -164,7 +183,6 @@ def announce(process: str, line: str) -> None:
 
 def complain(process: str, error: object) -> None:
     """Write the error that ends a process to standard error, with JSON as a record."""
-    if _RECORDS.level == _OFF:
+    _own().error("%s", error)
+    if not _RECORDS.propagate:
         sys.stderr.write(f"{process}: {error}\n")
-    else:
-        logging.getLogger("rose").error("%s", error)

@@ -46,6 +46,7 @@ from rose.logs.eventlog import EventLog, JsonlLog, Logs
 from rose.logs.process_log import add_logging_options, announce, complain, repeat, start_logging
 from rose.logs.rotating_jsonl import BOUNDED, LogLimits
 from rose.metrics_server import MetricsServer
+from rose.otlp import export_metrics
 from rose.process.background_tasks import Background, EventSink, stop_signalled
 from rose.process.http_port import connections_allowed, raise_descriptor_limit
 from rose.rpc.channel import make_server
@@ -344,6 +345,7 @@ async def serve(settings: SchedulerSettings, stop: asyncio.Event) -> None:
         leadership = Leadership(store, me, lead, note)
         server.add_generic_rpc_handlers((handlers,))
         metrics.watch(leadership, lambda: handlers.service_now)
+        export_metrics("rose-scheduler", metrics.look, lambda _: metrics.registry.collect())
         if settings.metrics_port is not None:
             page = MetricsServer(metrics, settings.metrics_host, settings.metrics_port, files)
             await page.start()

@@ -47,6 +47,7 @@ from rose.node.replica import (
 )
 from rose.node.scheduler_session import NodeIdentity, SchedulerSession
 from rose.node.weight_updates import AnnouncedVersions, KnownVersion, WeightNetwork, WeightSource
+from rose.otlp import export_metrics
 from rose.process.background_tasks import Background
 from rose.rpc import rose_pb2
 from rose.security.audit_log import AuditLog, audit_file
@@ -160,6 +161,8 @@ class NodeDaemon:
         private_folder(self._config.run_dir)
         if self._config.metrics_port:
             await self._serve_metrics(self._config.metrics_port)
+        registry = self._metrics.registry
+        export_metrics("rose-node", lambda: None, lambda _: registry.collect())
         connector = aiohttp.TCPConnector(limit=64)
         async with AsyncExitStack() as stack:
             http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))

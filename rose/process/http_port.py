@@ -518,10 +518,13 @@ class Listener:
 
 
 class FewRecords(logging.Filter):
-    """Log filter that passes RECORDS_A_MINUTE records a minute, so that no peer fills a disk."""
+    """Log filter that passes `most` records a minute, so that no peer fills a disk."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, most: int = RECORDS_A_MINUTE
+    ) -> None:
         super().__init__()
+        self._most = most
         self._clock = clock
         self._minute_s = -MINUTE_S
         self._passed = 0
@@ -530,7 +533,7 @@ class FewRecords(logging.Filter):
         if self._clock() - self._minute_s >= MINUTE_S:
             self._minute_s, self._passed = self._clock(), 0
         self._passed += 1
-        return self._passed <= RECORDS_A_MINUTE
+        return self._passed <= self._most
 
 
 _log = logging.getLogger(__name__)

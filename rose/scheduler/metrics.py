@@ -210,9 +210,10 @@ class SchedulerMetrics(Collector):
         yield gauge("audit_missing_records", missing, audit.lost)
         if self._certificates is not None:
             yield from certificate_families(self._certificates.validity_s)
-        if self._figures is None:
+        # Scrapes and exports are of several threads.
+        if (figures := self._figures) is None:
             return
-        values = _values(self._figures)
+        values = _values(figures)
         for family, table in ((gauge, _GAUGES), (counter, _COUNTERS)):
             for name, (what, labels) in table.items():
                 yield family(name, what, values[name], labels)

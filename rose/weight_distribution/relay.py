@@ -15,6 +15,7 @@ from rose.addresses import check_exposure, host_port, is_bucket
 from rose.command_line.parser import Parser, add_metrics_options, check_metrics_port
 from rose.errors import ConfigError
 from rose.logs.process_log import add_logging_options, announce, start_logging
+from rose.otlp import export_metrics
 from rose.process.background_tasks import stop_signalled
 from rose.security.keys import public_key
 from rose.weight_distribution.credentials import OPEN, Credentials
@@ -130,21 +131,22 @@ async def _serve(args: argparse.Namespace, credentials: Credentials) -> None:
         credentials=credentials,
         caps=Caps(args.bytes_per_s),
     )
+    # Imported here, since trainers import this package and have no Prometheus client.
+    from rose.metrics_server import MetricsServer
+    from rose.weight_distribution.relay_metrics import RelayMetrics
+
     page = None
     try:
         await relay.start()
+        fetcher, store = relay.fetcher, relay.fetcher.receiving.store
+        counts = RelayMetrics(
+            fetcher.receiving.traffic,
+            fetcher.versions,
+            certificates,
+            lambda: store.damaged_files,
+        )
+        export_metrics("rose-relay", counts.look, lambda _: counts.registry.collect())
         if args.metrics_port is not None:
-            # Imported here, since trainers import this package and have no Prometheus client.
-            from rose.metrics_server import MetricsServer
-            from rose.weight_distribution.relay_metrics import RelayMetrics
-
-            fetcher, store = relay.fetcher, relay.fetcher.receiving.store
-            counts = RelayMetrics(
-                fetcher.receiving.traffic,
-                fetcher.versions,
-                certificates,
-                lambda: store.damaged_files,
-            )
             page = MetricsServer(counts, args.metrics_host, args.metrics_port, certificates)
             await page.start()
         announce("rose relay", f"listening on {relay.url}")

@@ -73,6 +73,7 @@ def fresh() -> Iterator[None]:
     """Logging as a process finds it at its start, without pytest's handlers."""
     root, records = logging.getLogger(), logging.getLogger("records")
     levels = root.level, records.level
+    passes_on = records.propagate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(root, "handlers", [])
         patch.setattr(sys, "excepthook", sys.__excepthook__)
@@ -83,6 +84,7 @@ def fresh() -> Iterator[None]:
         logging.captureWarnings(capture=False)
     root.setLevel(levels[0])
     records.setLevel(levels[1])
+    records.propagate = passes_on
 
 
 def written() -> None:
