@@ -11,6 +11,7 @@ collector. Without the variables no module of OpenTelemetry is imported.
 import asyncio
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 DISABLED: Final = "OTEL_SDK_DISABLED"
 INTERVAL: Final = "OTEL_METRIC_EXPORT_INTERVAL"
-MOST_PAUSE_S: Final = 86_400.0
 # Wait for the event loop whose figures are exported; while it is busy none are.
 LOOK_S: Final = 5.0
 # Loggers of an export itself: their records are not exported, or each would bring the next.
@@ -109,7 +109,7 @@ def export_metrics(
     if not is_asked("METRICS"):
         return
     from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-    from opentelemetry.sdk.metrics.export import MetricsData, ResourceMetrics, ScopeMetrics
+    from opentelemetry.sdk.metrics import export as sdk
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
     loop, resource, since_ns = asyncio.get_running_loop(), resource_of(service), time.time_ns()
@@ -119,8 +119,8 @@ def export_metrics(
         looked: Future[T] = Future()
         loop.call_soon_threadsafe(lambda: looked.set_result(look()))
         metrics = list(converted(collect(looked.result(LOOK_S)), since_ns))
-        scopes = [ScopeMetrics(scope, metrics, "")]
-        exporter.export(MetricsData([ResourceMetrics(resource, scopes, "")]))
+        scopes = [sdk.ScopeMetrics(scope, metrics, "")]
+        exporter.export(sdk.MetricsData([sdk.ResourceMetrics(resource, scopes, "")]))
 
     def run() -> None:
         while not loop.is_closed():
@@ -136,14 +136,9 @@ def export_metrics(
 def _pause() -> float:
     """Return the seconds between two exports of metrics. Raises ConfigError."""
     given = os.environ.get(INTERVAL) or "60000"
-    try:
-        pause_s = float(given) / 1_000
-        usable = 0 < pause_s <= MOST_PAUSE_S
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"{INTERVAL}={given!r:.40}: give milliseconds, a day's at most")
-    return pause_s
+    if not re.fullmatch("[1-9][0-9]{0,7}", given):
+        raise ConfigError(f"{INTERVAL}={given!r:.40}: give milliseconds, 99999999 at most")
+    return int(given) / 1_000
 
 
 def converted(families: "Iterable[Metric]", since_ns: int) -> Iterator[Any]:
@@ -151,29 +146,22 @@ def converted(families: "Iterable[Metric]", since_ns: int) -> Iterator[Any]:
 
     since_ns: Unix time at which the counts began.
     """
-    from opentelemetry.sdk.metrics.export import (
-        AggregationTemporality,
-        Gauge,
-        Histogram,
-        Metric,
-        NumberDataPoint,
-        Sum,
-    )
+    from opentelemetry.sdk.metrics import export as sdk
 
-    now_ns, cumulative = time.time_ns(), AggregationTemporality.CUMULATIVE
+    now_ns, cumulative = time.time_ns(), sdk.AggregationTemporality.CUMULATIVE
     for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         points = [
-            NumberDataPoint(sample.labels, since_ns, now_ns, sample.value)
+            sdk.NumberDataPoint(sample.labels, since_ns, now_ns, sample.value)
             for sample in family.samples
             if sample.name == name
         ]
-        data: Histogram | Sum | Gauge = Gauge(points)
+        data: sdk.Histogram | sdk.Sum | sdk.Gauge = sdk.Gauge(points)
         if family.type == "histogram":
-            data = Histogram(list(_histograms(family, since_ns, now_ns)), cumulative)
+            data = sdk.Histogram(list(_histograms(family, since_ns, now_ns)), cumulative)
         elif family.type == "counter":
-            data = Sum(points, cumulative, is_monotonic=True)
-        yield Metric(name, family.documentation, "", data)
+            data = sdk.Sum(points, cumulative, is_monotonic=True)
+        yield sdk.Metric(name, family.documentation, "", data)
 
 
 def _histograms(family: "Metric", since_ns: int, now_ns: int) -> Iterator[Any]:

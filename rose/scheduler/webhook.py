@@ -11,13 +11,11 @@ waits for the receiver. The audit log has what was not delivered.
 
 import argparse
 import asyncio
-import base64
-import binascii
 import logging
-import time
+import re
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
 from functools import partial
@@ -42,12 +40,11 @@ ANSWER_S: Final = 10.0
 PAUSES_S: Final = (1.0, 5.0, 25.0, 125.0)
 CLOSE_S: Final = 2.0
 MOST_CHARS: Final = 400
-MOST_NODES: Final = 4_096
-MOST_SECRET_FILE_BYTES: Final = 4_096
-# Bytes of a secret that Standard Webhooks allows.
-SECRET_BYTES: Final = range(24, 65)
-PREFIX: Final = "whsec_"
 UNREAD: Final = "--webhook-secret-file {} cannot be read"
+# Standard Webhooks' form of 24 to 64 bytes.
+SECRET: Final = re.compile(
+    "whsec_(?:[A-Za-z0-9+/]{4}){8,21}(?:[A-Za-z0-9+/]{2}(?:==|[A-Za-z0-9+/]=))?"
+)
 # Statuses after which a request may be made again, beside all of 500 and above.
 AGAIN: Final = (408, 429)
 
@@ -67,8 +64,8 @@ EVENTS: Final = {
         Severity.TICKET: "SetHarvestRequest activation_failed call_refused job_dropped"
         " object_refused objects_heard objects_unheard peer_broken peer_refused policy_applied"
         " policy_deleted run_taken_over scheduler_steps_down stop_read task_died",
-        Severity.INFO: "RegisterJobRequest capacity_freed capacity_held job_ended node_attached"
-        " node_lost offer_refused run_began run_ended scheduler_leads switch_refused",
+        Severity.INFO: "RegisterJobRequest capacity_freed capacity_held job_ended node_lost"
+        " offer_refused run_began run_ended scheduler_leads switch_refused",
     }.items()
     for event in events.split()
 }
@@ -79,76 +76,56 @@ NAMES: Final = {"SetHarvestRequest": "harvest_set", "RegisterJobRequest": "job_r
 FIELDS: Final = (
     "node", "replica", "job", "deployment", "policy", "mode", "stopPolicy", "run", "holder",
     "from", "version", "versions", "reason", "why", "message", "task", "term", "objects",
+    "by",
 )  # fmt: skip
+MODE: Final = "HARVEST_MODE_"
 SUBJECTS: Final = ("replica", "node", "job", "policy", "deployment", "task")
 
 _log = logging.getLogger(__name__)
 _log.addFilter(FewRecords())
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """Audit record that is to be sent. data: its allowed fields, and `by`, the caller."""
-
-    name: str
-    severity: Severity
-    data: Mapping[str, str | int | float]
-    at_s: float = field(default_factory=time.time)
-    id: str = field(default_factory=lambda: str(uuid.uuid4()))
-
-    def message(self, source: str) -> HTTPMessage:
-        """Return the HTTP message that has the notice as a CloudEvent in structured mode."""
-        subjects = [f"{each}/{self.data[each]}" for each in SUBJECTS if each in self.data]
-        attributes = {
-            "id": self.id,
-            "source": source,
-            "type": f"dev.rose.{self.name}",
-            "time": datetime.fromtimestamp(self.at_s, UTC),
-            "datacontenttype": "application/json",
-            # CloudEvents' extension for severities.
-            "severitytext": self.severity.name.lower(),
-            "severitynumber": int(self.severity),
-        } | ({"subject": subjects[0]} if subjects else {})
-        return to_structured(CloudEvent(attributes, dict(self.data)), JSONFormat())
-
-
-def notice_of(event: str, fields: Mapping[str, object], by: str) -> Notice | None:
-    """Return the notice of an audit record; None for a record that is not sent."""
-    severity = EVENTS.get(event)
-    if severity is None:
+def notice_of(
+    event: str, fields: Mapping[str, object], by: str, source: str
+) -> tuple[str, HTTPMessage] | None:
+    """Return the id and the HTTP message of an audit record that is sent; None for others."""
+    if event not in EVENTS:
         return None
     policy = fields.get("policy")
     if isinstance(policy, Mapping):
         fields = {**policy, "policy": policy.get("name", "")}
-    allowed = {name: fields[name] for name in FIELDS if fields.get(name) not in (None, "")}
+    fields = {**fields, "by": by}
     data = {
-        name: value if isinstance(value, int | float) else _text(value)
-        for name, value in (allowed | ({"by": by} if by else {})).items()
+        # A request has its mode as Protocol Buffers name it.
+        name: value if isinstance(value, int) else str(value).removeprefix(MODE)[:MOST_CHARS]
+        for name in FIELDS
+        if (value := fields.get(name)) not in (None, "")
     }
-    return Notice(NAMES.get(event, event), severity, data)
-
-
-def _text(value: object) -> str:
-    # A request has its mode as Protocol Buffers name it.
-    return str(value).removeprefix("HARVEST_MODE_")[:MOST_CHARS]
+    attributes = {
+        "id": str(uuid.uuid4()),
+        "source": source,
+        "type": f"dev.rose.{NAMES.get(event, event)}",
+        "time": datetime.now(UTC),
+        "datacontenttype": "application/json",
+        # CloudEvents' extension for severities.
+        "severitytext": EVENTS[event].name.lower(),
+        "severitynumber": int(EVENTS[event]),
+    }
+    if subject := next((f"{each}/{data[each]}" for each in SUBJECTS if each in data), None):
+        attributes["subject"] = subject
+    return str(attributes["id"]), to_structured(CloudEvent(attributes, data), JSONFormat())
 
 
 def read_secrets(path: Path) -> list[Signer]:
-    """Return a signer for each line of a secret file.
+    """Return a signer for each line of a secret file. Raises ConfigError.
 
     While a secret is replaced the file has both: a receiver accepts any signature that is valid.
-    Raises ConfigError.
     """
-    lines = read_bounded(path, MOST_SECRET_FILE_BYTES, UNREAD).decode("utf-8", "replace").split()
-    try:
-        secrets = [base64.b64decode(line.removeprefix(PREFIX), validate=True) for line in lines]
-    except (binascii.Error, ValueError):
-        secrets = []
-    sized = all(len(secret) in SECRET_BYTES for secret in secrets)
-    if not secrets or not sized or not all(line.startswith(PREFIX) for line in lines):
+    secrets = read_bounded(path, 4_096, UNREAD).decode("utf-8", "replace").split()
+    if not secrets or not all(map(SECRET.fullmatch, secrets)):
         raise ConfigError(
-            f"--webhook-secret-file {path} has to hold {PREFIX} and 24 to 64 bytes in base64, a"
-            f" secret a line: echo {PREFIX}$(openssl rand -base64 32)"
+            f"--webhook-secret-file {path} has to hold whsec_ and 24 to 64 bytes in base64, a"
+            " secret a line: echo whsec_$(openssl rand -base64 32)"
         )
     return [Signer(secret) for secret in secrets]
 
@@ -170,11 +147,8 @@ class WebhookSettings:
             usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
         except ValueError:
             usable = False
-        if not usable or "@" in parts.netloc:
-            # The URL may be a secret itself.
-            raise ConfigError(
-                "--webhook is no URL to post to; give https://HOST/PATH, without a password"
-            )
+        if not usable or "@" in parts.netloc:  # It may be a secret itself.
+            raise ConfigError("--webhook is no URL to post to; give https://HOST/PATH, no password")
 
 
 def add_webhook_options(parser: argparse.ArgumentParser) -> None:
@@ -217,19 +191,21 @@ class Webhook:
         path = settings.secret_file
         self._secrets = WatchedFiles((path,), partial(read_secrets, path), UNREAD)
         self._pauses_s = pauses_s
-        self._pending: asyncio.Queue[Notice] = asyncio.Queue(MOST_PENDING)
-        self._lost: set[object] = set()
+        self._pending: asyncio.Queue[tuple[str, HTTPMessage]] = asyncio.Queue(MOST_PENDING)
         self._trouble = ""
 
     def telling(self, sink: AuditSink) -> AuditSink:
-        """Return an audit sink that feeds the given sink and this webhook.
-
-        Call the returned function on the event loop.
-        """
+        """Return an audit sink that feeds the given sink and this webhook, on the event loop."""
 
         def tell(event: str, fields: dict[str, object], by: str) -> None:
             sink(event, fields, by)
-            self._take(notice_of(event, fields, by))
+            if EVENTS.get(event, 0) < self._settings.least:
+                return
+            if (notice := notice_of(event, fields, by, self._source)) is not None:
+                try:
+                    self._pending.put_nowait(notice)
+                except asyncio.QueueFull:
+                    self._ended(f"{MOST_PENDING} events wait for it", "dropped")
 
         return tell
 
@@ -245,7 +221,7 @@ class Webhook:
             while True:
                 notice = await self._pending.get()
                 try:
-                    self._ended(await self._deliver(http, notice))
+                    self._ended(await self._deliver(http, *notice))
                 finally:
                     self._pending.task_done()
 
@@ -256,21 +232,6 @@ class Webhook:
         except TimeoutError:
             _log.warning("the webhook has not taken all events; the audit log has them")
 
-    def _take(self, notice: Notice | None) -> None:
-        if notice is None or notice.severity < self._settings.least:
-            return
-        node = notice.data.get("node")
-        # All nodes attach to a new leader: only those that were lost are news.
-        if notice.name == "node_attached" and node not in self._lost:
-            return
-        self._lost.discard(node)
-        if notice.name == "node_lost" and len(self._lost) < MOST_NODES:
-            self._lost.add(node)
-        try:
-            self._pending.put_nowait(notice)
-        except asyncio.QueueFull:
-            self._ended(f"{MOST_PENDING} events wait for it", "dropped")
-
     def _ended(self, trouble: str, result: str = "failed") -> None:
         self._counted(result if trouble else "delivered")
         if trouble and not self._trouble:
@@ -279,15 +240,14 @@ class Webhook:
             _log.warning("the webhook takes events again")
         self._trouble = trouble
 
-    async def _deliver(self, http: aiohttp.ClientSession, notice: Notice) -> str:
+    async def _deliver(self, http: aiohttp.ClientSession, name: str, message: HTTPMessage) -> str:
         """Post an event until it is taken; return the reason for which it was not, or ""."""
-        message = notice.message(self._source)
         for pause_s in self._pauses_s:
-            trouble, again = await self._post(http, notice.id, message)
+            trouble, again = await self._post(http, name, message)
             if not again:
                 return trouble
             await asyncio.sleep(pause_s)
-        return (await self._post(http, notice.id, message))[0]
+        return (await self._post(http, name, message))[0]
 
     async def _post(
         self, http: aiohttp.ClientSession, name: str, message: HTTPMessage
