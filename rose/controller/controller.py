@@ -236,8 +236,9 @@ def labels_now(api: KubeApi, keys: Sequence[str]) -> NodeLabels:
 
 
 def _items(body: bytes) -> list[Object]:
-    items: list[Object] = json.loads(body)["items"]
-    return items
+    # Go writes an empty list as null where the server made none.
+    items: list[Object] | None = json.loads(body)["items"]
+    return items or []
 
 
 def _versions(objects: Any) -> set[tuple[str, str, str]]:  # noqa: ANN401 - JSON

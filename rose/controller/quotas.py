@@ -92,6 +92,6 @@ def advertise(api: KubeApi, lent: Mapping[str, int], *, again: bool) -> str:
 
 def _metadata(body: bytes) -> list[Mapping[str, Any]]:
     try:
-        return [each["metadata"] for each in json.loads(body)["items"]]
+        return [each["metadata"] for each in json.loads(body)["items"] or ()]
     except (ValueError, LookupError, TypeError) as error:
         raise ApiError(0, f"the API server's list is none ({error!r})") from error

@@ -66,7 +66,7 @@ class Server:
 
     def probe(self) -> bytes:
         self._answer()
-        return self.torn or json.dumps({"items": list(self.objects.values())}).encode()
+        return self.torn or json.dumps({"items": list(self.objects.values()) or None}).encode()
 
     def nodes(self) -> bytes:
         self._answer()

@@ -54,7 +54,9 @@ class StandInApi:
             raise ApiError(403, "cannot list pods; the chart's role RELEASE-controller has it")
         return (
             self.body
-            or json.dumps({"items": [{"metadata": each} for each in self.pods[namespace]]}).encode()
+            or json.dumps(
+                {"items": [{"metadata": each} for each in self.pods[namespace]] or None}
+            ).encode()
         )
 
     def nodes(self) -> bytes:

@@ -40,7 +40,7 @@ BAD = [
     pb.NodeCommand(version=pb.Version(job="j", version=1, parent=2, url="http://t")),
     *(
         pb.NodeCommand(version=pb.Version(job="j", version=1, url=url))
-        for url in ("", "http://a..b", "http://" + "a" * 64, "file:///etc/passwd")
+        for url in ("", "http://a..b", "http://" + "a" * 64, "ftp://host/job")
     ),
     pb.NodeCommand(relays=pb.Relays(urls=["http://n0:1", "http://."])),
     pb.NodeCommand(relays=pb.Relays(urls=["http://n0:1"] * 5_000)),
