@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from rose.errors import RoseError
 from rose.process.background_tasks import described
 from weight_transfer import ChunkStore, TensorBits, VersionPublisher, WeightError
 from weight_transfer.catalog import LONGEST_TTL_S, Catalog, ReadLeases
@@ -44,7 +45,6 @@ class RetentionTask:
         publisher: VersionPublisher,
         leases: ReadLeases,
         on_trouble: Callable[[str], None],
-        bucket: BucketCopy | None = None,
     ) -> None:
         self.publishing = asyncio.Lock()
         """Lock held while chunks are stored before their manifest: no file is deleted meanwhile."""
@@ -52,7 +52,8 @@ class RetentionTask:
         self._publisher = publisher
         self._leases = leases
         self._on_trouble = on_trouble
-        self._bucket = bucket
+        self.bucket: BucketCopy | None = None
+        """Copy of the store that is kept up too, set once the job is this trainer's."""
         self._latest: Latest | None = None
         self._task: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -72,9 +73,9 @@ class RetentionTask:
         async with self.publishing:
             try:
                 await asyncio.to_thread(self._publisher.renew)
-                if self._bucket:
-                    await self._bucket.publish()
-            except (WeightError, OSError) as error:
+                if self.bucket:
+                    await self.bucket.publish()
+            except (RoseError, WeightError, OSError) as error:
                 self._on_trouble(f"the newest version was not signed anew: {error}")
 
     async def _renew(self) -> None:
@@ -114,8 +115,8 @@ class RetentionTask:
                 if size > 0 and await asyncio.to_thread(self.base_due, size):
                     make = partial(self._publisher.publish_base, latest.version, latest.tensors)
                     await asyncio.to_thread(make)
-                    if self._bucket:
-                        await self._bucket.publish()
+                    if self.bucket:
+                        await self.bucket.publish()
                 await self._collect()
             except (WeightError, OSError) as error:
                 self._on_trouble(f"retention after version {latest.version}: {error}")
@@ -135,13 +136,13 @@ class RetentionTask:
     async def _collect(self) -> None:
         now_s = time.monotonic()
         if self._leases.settled(now_s):
-            if self._bucket:
-                await self._bucket.lease_to(self._leases)
+            if self.bucket:
+                await self.bucket.lease_to(self._leases)
             async with self.publishing:
                 leases = self._leases.live(now_s)
                 await asyncio.to_thread(self._store.collect, leases, now_s)
-            if self._bucket:
-                await self._bucket.prune()
+            if self.bucket:
+                await self.bucket.prune()
 
     def _hold(self, name: str, version: int) -> None:
         try:

@@ -210,8 +210,8 @@ class WeightPublisher:
         self._bucket = None
         if settings.bucket:
             checked_bucket(settings.bucket, "bucket")
-            self._bucket = BucketCopy(store, settings.bucket, job, key)
-        self._retention = RetentionTask(store, self._bases, leases, _log.warning, self._bucket)
+            self._bucket = BucketCopy(store, settings.bucket, job, key, self._check_run)
+        self._retention = RetentionTask(store, self._bases, leases, _log.warning)
         self._scheduler = trainers_channel(scheduler, certificates)
         # A channel of its own: a renewal must not disturb an announcement.
         self._renewals = trainers_channel(scheduler, certificates)
@@ -268,6 +268,7 @@ class WeightPublisher:
         reply = await until_free(self._register, WAIT_S)
         self._keeper = RunKeeper(self._renewals, self._job, self._claim)
         self._keeper.start(reply.run_ttl_s)
+        self._retention.bucket = self._bucket
         begun = await asyncio.to_thread(self._found, reply)
         if begun.resumed is not None:
             self.adapter = (await asyncio.to_thread(self._manifest, begun.resumed)).adapter

@@ -9,6 +9,7 @@ prune     what the root has deleted is deleted in the bucket
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from weight_transfer.bucket import AT_ONCE, Bucket
@@ -34,8 +35,17 @@ _CLOCK = f"{_LEASES}/now"
 class BucketCopy:
     """Copy of a chunk store in a bucket. All methods raise BucketError and StoreError."""
 
-    def __init__(self, store: ChunkStore, url: str, job: str, key: SigningKey) -> None:
+    def __init__(
+        self,
+        store: ChunkStore,
+        url: str,
+        job: str,
+        key: SigningKey,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Prepare a copy. check: raises for a trainer that has lost its job, before each write."""
         self.url = url
+        self._check = check
         self._store = store
         self._job = job
         self._key = key
@@ -63,8 +73,11 @@ class BucketCopy:
 
     async def publish(self) -> None:
         """Copy what the bucket lacks of the root, then the catalog."""
+        self._check()
         async with self._changing:
             files = await asyncio.to_thread(self._files)
+            if not files:  # Another root's versions stay listed until this one has some.
+                return
             new = files.keys() - self._copied.keys()
             await self._put({path: files[path] for path in new if path.startswith("chunks/")})
             # A chunk never changes; a manifest is signed anew.
@@ -93,6 +106,7 @@ class BucketCopy:
 
     async def prune(self) -> None:
         """Delete the copies of files that the root has deleted."""
+        self._check()
         async with self._changing:
             files = await asyncio.to_thread(self._files)
             gone = [path for path in self._copied if path not in files]

@@ -10,7 +10,7 @@ import pytest
 
 from bench.common.s3_server import BUCKET, S3Server, rclone
 from rose.addresses import free_port
-from rose.errors import ConfigError, NotAnnouncedError
+from rose.errors import ConfigError, NotAnnouncedError, RunFencedError, RunHeldError
 from rose.weight_distribution import Credentials
 from tests.fakes.memory_store import InMemoryStore
 from tests.harness.training_runs import RunCluster
@@ -231,6 +231,25 @@ async def test_a_trainer_announces_the_bucket_once_it_has_the_version(
         key = cluster.key
         await fetched(fetcher, s3.url, base=True, job="grpo", key=key)
         await fetched(fetcher, s3.url, 2, job="grpo", key=key)
+
+
+async def test_a_trainer_without_the_job_leaves_the_bucket_as_it_is(
+    place: Place, tmp_path: Path, cluster: RunCluster
+) -> None:
+    async with cluster.scheduler(), cluster.trainer("old", bucket=place.url) as trainer:
+        await trainer.publish_anew(1, tensors(1))
+        await trainer.settle()
+        listed = (place.folder / "catalog").read_bytes()
+        waiting = cluster.trainer("other", bucket=place.url)
+        with pytest.raises(RunHeldError):
+            await waiting.start()
+        assert (place.folder / "catalog").read_bytes() == listed
+        async with cluster.trainer("new", bucket=place.url, take_over=True):
+            with pytest.raises(RunFencedError):
+                await trainer.publish(2, 1, tensors(1), tensors(2))
+            (place.folder / "catalog").write_bytes(listed)
+            await trainer._retention.renew()
+            assert (place.folder / "catalog").read_bytes() == listed
 
 
 async def test_what_no_bucket_gives_is_one_line(place: Place, tmp_path: Path) -> None:
