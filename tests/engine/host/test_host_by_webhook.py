@@ -75,7 +75,7 @@ def test_a_changed_pod_is_found_as_a_host(python: Path, tmp_path: Path) -> None:
     shared.mkdir()
     save_tiny_model(model, dtype="float32")
     words = f"--model={model} --port={free_port()} --host=127.0.0.1 --dtype=float32"
-    words += f" --kv-cache-memory-bytes={64 << 20} --max-model-len=128 --skip-tokenizer-init"
+    words += f" --kv-cache-memory-bytes={64 << 20} --max-model-len=128 --skip-tokenizer-init --enforce-eager"
     spec = changed(shared, *words.split())
     env = environment(spec, tmp_path / "plugin")
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **SMALL, **env}
@@ -91,13 +91,13 @@ def test_a_changed_pod_is_found_as_a_host(python: Path, tmp_path: Path) -> None:
         )
     try:
         until(
-            lambda: look(shared).hosts or child.poll() is not None,
+            lambda: look(shared, str(os.getgid())).hosts or child.poll() is not None,
             START_S,
             "a node finds it",
             every_s=0.5,
         )
         assert child.poll() is None, log.read_text()[-3000:]
-        (found,) = look(shared).hosts.values()
+        (found,) = look(shared, str(os.getgid())).hosts.values()
         assert (found.name, found.said.ttft_s, found.said.tpot_s) == ("chat-0", 0.5, 0.15)
         assert found.said.model == str(model)
         assert found.said.engine.startswith("vLLM")
