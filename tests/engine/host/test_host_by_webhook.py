@@ -75,7 +75,8 @@ def test_a_changed_pod_is_found_as_a_host(python: Path, tmp_path: Path) -> None:
     shared.mkdir()
     save_tiny_model(model, dtype="float32")
     words = f"--model={model} --port={free_port()} --host=127.0.0.1 --dtype=float32"
-    words += f" --kv-cache-memory-bytes={64 << 20} --max-model-len=128 --skip-tokenizer-init --enforce-eager"
+    words += f" --kv-cache-memory-bytes={64 << 20} --max-model-len=128 --skip-tokenizer-init"
+    words += " --enforce-eager"
     spec = changed(shared, *words.split())
     env = environment(spec, tmp_path / "plugin")
     env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), **SMALL, **env}
