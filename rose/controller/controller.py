@@ -214,9 +214,9 @@ def objects_now(api: KubeApi, known: Mapping[str, Object] | None) -> Mapping[str
     objects.
     """
     try:
-        if known is not None and _versions(_items(api.probe())) == _versions(known.values()):
+        if known is not None and _versions(items_of(api.probe())) == _versions(known.values()):
             return known
-        found = {str(each["metadata"]["name"]): each for each in _items(api.list())}
+        found = {str(each["metadata"]["name"]): each for each in items_of(api.list())}
         _versions(found.values())
     except NO_LIST as error:
         raise ApiError(0, f"the API server's list is none ({error!r})") from error
@@ -226,7 +226,7 @@ def objects_now(api: KubeApi, known: Mapping[str, Object] | None) -> Mapping[str
 def labels_now(api: KubeApi, keys: Sequence[str]) -> NodeLabels:
     """Return the labels of each Kubernetes node whose keys match, by its name. Raises ApiError."""
     try:
-        found = ((each["metadata"]["name"], each["metadata"]) for each in _items(api.nodes()))
+        found = ((each["metadata"]["name"], each["metadata"]) for each in items_of(api.nodes()))
         return {
             name: {k: v for k, v in said.get("labels", {}).items() if is_chosen(k, keys)}
             for name, said in found
@@ -235,7 +235,8 @@ def labels_now(api: KubeApi, keys: Sequence[str]) -> NodeLabels:
         raise ApiError(0, f"the API server's list of nodes is none ({error!r})") from error
 
 
-def _items(body: bytes) -> list[Object]:
+def items_of(body: bytes) -> list[Object]:
+    """Return the objects of an API server's list. Raises the errors of NO_LIST."""
     # Go writes an empty list as null where the server made none.
     items: list[Object] | None = json.loads(body)["items"]
     return items or []

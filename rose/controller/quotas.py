@@ -7,12 +7,12 @@ A count that cannot be read admits no new guest; a node that lends nothing now a
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Iterable, Mapping
 from itertools import count
 from typing import Any, Final
 
+from rose.controller.controller import NO_LIST, items_of
 from rose.controller.kube_api import JOB_LABEL, RESOURCE, ApiError, KubeApi
 from rose.scheduler.service import SchedulerService
 
@@ -92,6 +92,6 @@ def advertise(api: KubeApi, lent: Mapping[str, int], *, again: bool) -> str:
 
 def _metadata(body: bytes) -> list[Mapping[str, Any]]:
     try:
-        return [each["metadata"] for each in json.loads(body)["items"] or ()]
-    except (ValueError, LookupError, TypeError) as error:
+        return [each["metadata"] for each in items_of(body)]
+    except NO_LIST as error:
         raise ApiError(0, f"the API server's list is none ({error!r})") from error
