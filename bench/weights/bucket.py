@@ -2,14 +2,15 @@
 
     origin namespace: publisher, S3 server  ──veth, tbf──►  cluster namespace: one relay
 
-Seconds from a version that is durable at its publisher until a relay in the other cluster has
-fetched, decoded and proven it: over HTTP from the publisher, and through a bucket beside it, the
-copy included. Then once more through the bucket, with the relay killed half-way and started again:
-the bytes that it fetches in its second life. Needs root, iproute2 and rclone; exit code 1 when the
-bucket takes more than 1.2 × as long, 2 where the link cannot be made.
+Seconds from the call that publishes a version until a relay in the other cluster has fetched,
+decoded and proven it: over HTTP from the publisher, and through a bucket beside it, which takes
+chunks while others are encoded. Then once more through the bucket, with the relay killed half-way
+and started again: the bytes that it fetches in its second life. Needs root, iproute2 and rclone;
+exit code 1 when the bucket takes more than 1.2 × as long, 2 where the link cannot be made.
 """
 
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -25,7 +26,6 @@ from bench.weights.link import (
     PORT,
     LinkUnavailableError,
     ShapedLink,
-    published,
     shaped_link,
     started,
 )
@@ -36,11 +36,11 @@ MOST_RATIO = 1.2
 TENSOR_BYTES = 2 << 20
 HTTP_PORT, S3_PORT = PORT, PORT - 1
 DIRECT = f"http://{ORIGIN_ADDRESS}:{HTTP_PORT}"
-COPY = f"s3://{BUCKET}/runs/job"
+BUCKETS = f"s3://{BUCKET}/runs"
 
 
 class Ways:
-    """Both ways across one link, from one root."""
+    """Both ways across one link."""
 
     def __init__(self, link: ShapedLink, folder: Path) -> None:
         self._link, self._folder = link, folder
@@ -55,39 +55,33 @@ class Ways:
         member = f"http://127.0.0.1:{PORT + self._relays}"
         return started(stack, self._link, self._link.cluster, "receive", at, member, origin, member)
 
-    def direct_s(self) -> float:
-        """Return the seconds over HTTP."""
+    def seconds(self, url: str, seed: int, count: int) -> dict[str, float]:
+        """Publish a version at an address or in a bucket; return what it took, and its bytes."""
+        root = self._folder / "origin"
         with ExitStack() as stack:
-            root = self._folder / "origin"
-            started(stack, self._link, self._link.origin, "origin", root, DIRECT)
-            relay = self._relay(stack, DIRECT)
+            stack.callback(shutil.rmtree, root)
+            if url != DIRECT:
+                self._server.start()
+                stack.callback(self._server.kill)
+            words = ("publish", root, url, seed, count)
+            publisher = started(stack, self._link, self._link.origin, *words)
+            relay = self._relay(stack, url)
             began_s = time.monotonic()
+            publisher.write(b"go")
+            published = publisher.event("published")
+            published_s = time.monotonic() - began_s
             relay.write(b"go")
             relay.event("ready")
-            return time.monotonic() - began_s
+            ready_s = time.monotonic() - began_s
+            del published["event"]
+            return published | {"published_s": published_s, "ready_s": ready_s}
 
-    def through_bucket(self) -> dict[str, float]:
-        """Return the seconds through the bucket, and those of the copy among them."""
-        with ExitStack() as stack:
-            self._server.start()
-            stack.callback(self._server.kill)
-            root = self._folder / "origin"
-            copier = started(stack, self._link, self._link.origin, "copy", root, COPY)
-            relay = self._relay(stack, COPY)
-            began_s = time.monotonic()
-            copier.write(b"go")
-            copier.event("copied")
-            copied_s = time.monotonic() - began_s
-            relay.write(b"go")
-            relay.event("ready")
-            return {"copied_s": copied_s, "ready_s": time.monotonic() - began_s}
-
-    def killed(self, encoded_bytes: int) -> dict[str, float]:
+    def killed(self, url: str, encoded_bytes: float) -> dict[str, float]:
         """Kill a relay half-way; return the bytes across the link before, and fetched after."""
         with ExitStack() as stack:
             self._server.start()
             stack.callback(self._server.kill)
-            relay = self._relay(stack, COPY, folder="killed")
+            relay = self._relay(stack, url, folder="killed")
             before = self._link.sent_bytes()
             relay.write(b"go")
             while self._link.sent_bytes() - before < encoded_bytes / 2:
@@ -95,7 +89,7 @@ class Ways:
             relay.popen.kill()
             relay.popen.wait()
             sent = self._link.sent_bytes() - before
-            again = self._relay(stack, COPY, folder="killed")
+            again = self._relay(stack, url, folder="killed")
             again.write(b"go")
             return {"sent_before": sent, "fetched_after": again.event("ready")["received"]}
 
@@ -106,21 +100,19 @@ def figures(megabytes: int, mbit: int, rounds: int, seed: int) -> dict[str, obje
         tempfile.TemporaryDirectory(prefix="rose-bucket-") as name,
         shaped_link(mbit, 0, 0.0) as link,
     ):
-        folder = Path(name)
-        manifest = published(folder / "origin", seed, (megabytes << 20) // TENSOR_BYTES)
-        encoded = manifest.wire_bytes + manifest.size
-        ways, direct, bucket = Ways(link, folder), [], []
-        for _ in range(rounds):
-            direct.append(ways.direct_s())
-            bucket.append(ways.through_bucket())
+        ways, count = Ways(link, Path(name)), (megabytes << 20) // TENSOR_BYTES
+        direct, bucket = [], []
+        for number in range(rounds):
+            direct.append(ways.seconds(DIRECT, seed, count))
+            bucket.append(ways.seconds(f"{BUCKETS}/{number}", seed, count))
+        encoded = direct[0]["encoded_bytes"]
         return {
             "mbit": mbit,
-            "encoded_bytes": encoded,
             "link_s": encoded * 8 / (mbit * 1e6),
-            "direct_s": direct,
+            "direct": direct,
             "bucket": bucket,
-            "ratio": min(b["ready_s"] for b in bucket) / min(direct),
-            "killed": ways.killed(encoded),
+            "ratio": min(b["ready_s"] for b in bucket) / min(d["ready_s"] for d in direct),
+            "killed": ways.killed(f"{BUCKETS}/0", encoded),
         }
 
 

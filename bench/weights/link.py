@@ -6,7 +6,7 @@ Needs root and iproute2. Everything is removed at the end; nothing outside the n
 Each side is a process, `python -m bench.weights.link`:
 
 origin FOLDER URL            serve a store until standard input ends
-copy FOLDER BUCKET           on a line of input copy a store into a bucket
+publish FOLDER URL SEED COUNT  on a line of input publish a base at that address or in that bucket
 receive FOLDER URL ORIGIN MEMBER…   write {"event":"up"}; on a line of input fetch version 1 as a
                              base and load it, then write {"event":"ready", …}
 """
@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -49,7 +50,7 @@ CHUNK_BYTES = 1 << 20
 PORT = 18_900
 
 
-async def _origin(folder: Path, url: str) -> None:
+async def _served(folder: Path, url: str) -> VersionServer:
     address = urlsplit(url)
     assert address.hostname
     assert address.port
@@ -60,19 +61,40 @@ async def _origin(folder: Path, url: str) -> None:
         host=address.hostname,
     )
     await server.start()
+    return server
+
+
+async def _origin(folder: Path, url: str) -> None:
+    server = await _served(folder, url)
     _write(event="up")
     await asyncio.to_thread(sys.stdin.read)
     await server.close()
 
 
-async def _copy(folder: Path, bucket: str) -> None:
-    copy = BucketCopy(ChunkStore(folder), bucket, JOB, SigningKey.generate())
-    await copy.start()
-    _write(event="up")
-    await asyncio.to_thread(sys.stdin.readline)
-    await copy.publish()
-    _write(event="copied")
-    await asyncio.to_thread(sys.stdin.read)
+async def _publish(folder: Path, url: str, seed: int, count: int) -> None:
+    key = SigningKey.generate()
+    publisher = publisher_of(folder, key)
+    encode = partial(publisher.publish_base, 1, random_tensors(seed, count))
+    async with AsyncExitStack() as stack:
+        if is_bucket(url):
+            copy = BucketCopy(publisher.store, url, JOB, key)
+            await copy.start()
+        else:
+            stack.push_async_callback((await _served(folder, url)).close)
+        await asyncio.to_thread(compile_kernels)
+        _write(event="up")
+        await asyncio.to_thread(sys.stdin.readline)
+        began_s = time.monotonic()
+        if is_bucket(url):
+            manifest = await copy.during(encode)
+            encoded_s = time.monotonic() - began_s
+            await copy.publish()
+        else:
+            manifest = await asyncio.to_thread(encode)
+            encoded_s = time.monotonic() - began_s
+        size = manifest.wire_bytes + manifest.size
+        _write(event="published", encoded_bytes=size, encoded_s=encoded_s)
+        await asyncio.to_thread(sys.stdin.read)
 
 
 async def _receive(folder: Path, url: str, origin: str, members: Sequence[str]) -> None:
@@ -122,8 +144,8 @@ def main(words: Sequence[str]) -> None:
     role, folder, url, *rest = words
     if role == "origin":
         asyncio.run(_origin(Path(folder), url))
-    elif role == "copy":
-        asyncio.run(_copy(Path(folder), url))
+    elif role == "publish":
+        asyncio.run(_publish(Path(folder), url, *map(int, rest)))
     else:
         asyncio.run(_receive(Path(folder), url, rest[0], rest[1:]))
 
@@ -207,7 +229,8 @@ def link_figures(seed: int) -> dict[str, object]:
             tempfile.TemporaryDirectory(prefix="rose-link-") as folder,
             shaped_link(MBIT, DELAY_MS, LOSS_PERCENT) as link,
         ):
-            manifest = published(Path(folder) / "origin", seed)
+            publisher = publisher_of(Path(folder) / "origin", SigningKey.generate())
+            manifest = publisher.publish_base(1, random_tensors(seed))
             rows = [_run(link, Path(folder), manifest, count) for count in RECEIVERS]
             shape = {"mbit": MBIT, "delay_ms": DELAY_MS, "loss_percent": LOSS_PERCENT}
             if not link.delayed:
@@ -217,18 +240,19 @@ def link_figures(seed: int) -> dict[str, object]:
         return {"skipped": str(error)}
 
 
-def published(root: Path, seed: int, count: int = TENSORS) -> Manifest:
-    """Publish a base of `count` tensors of 2 MiB, which hardly compress."""
+def random_tensors(seed: int, count: int = TENSORS) -> dict[str, TensorBits]:
+    """Return `count` tensors of 2 MiB, which hardly compress."""
     rng = np.random.default_rng(seed)
     tensors = {}
     for number in range(count):
         name = f"layers.{number}.weight"
         bits = rng.integers(0, 1 << 16, ROWS * COLUMNS, dtype="<u2")
         tensors[name] = TensorBits(name, "bfloat16", (ROWS, COLUMNS), bits)
-    publisher = VersionPublisher(
-        ChunkStore(root), JOB, "bench", SigningKey.generate(), chunk_bytes=CHUNK_BYTES
-    )
-    return publisher.publish_base(1, tensors)
+    return tensors
+
+
+def publisher_of(root: Path, key: SigningKey) -> VersionPublisher:
+    return VersionPublisher(ChunkStore(root), JOB, "bench", key, chunk_bytes=CHUNK_BYTES)
 
 
 def _run(link: ShapedLink, folder: Path, manifest: Manifest, count: int) -> dict[str, object]:

@@ -444,7 +444,7 @@ class WeightPublisher:
                 level_for, self._settings.level, self._server.link_bytes_s, old, new
             )
             publish = partial(self._publisher.publish, level=level)
-            manifest = await asyncio.to_thread(publish, version, parent, old, new)
+            manifest = await self._encoded(partial(publish, version, parent, old, new))
         self._retention.published(Latest(version, parent, new))
         await self._announce(version, parent)
         return self._receipt(manifest, new, level, started_s)
@@ -460,10 +460,16 @@ class WeightPublisher:
         self._check_unused(version)
         started_s = time.perf_counter()
         async with self._retention.publishing:
-            manifest = await asyncio.to_thread(self._publisher.publish_base, version, tensors)
+            base = partial(self._publisher.publish_base, version, tensors)
+            manifest = await self._encoded(base)
         self._retention.published(Latest(version, version, tensors))
         await self._announce(version, version)
         return self._receipt(manifest, tensors, Level.FAST, started_s)
+
+    async def _encoded(self, encode: Callable[[], Manifest]) -> Manifest:
+        if self._bucket:
+            return await self._bucket.during(encode)
+        return await asyncio.to_thread(encode)
 
     def _check_run(self) -> None:
         if self._keeper is not None:
@@ -585,7 +591,7 @@ class WeightPublisher:
         another job's weights come to it by an update instead of an engine restart.
         """
         async with self._retention.publishing:
-            await asyncio.to_thread(self._publisher.publish_base, version, tensors)
+            await self._encoded(partial(self._publisher.publish_base, version, tensors))
 
     @asynccontextmanager
     async def adding(self) -> AsyncIterator[None]:

@@ -1,5 +1,6 @@
 """Copy of a publisher's root in a bucket (`weight_transfer.bucket`), from which nodes read.
 
+during    chunks of a version while it is encoded
 publish   chunks that the bucket lacks, then manifests, then the catalog: whatever is listed is
           whole, and what was interrupted goes on with the chunks that are left
 leases    readers write theirs as objects; their age is by the store's own clock
@@ -24,12 +25,15 @@ from weight_transfer.fetch.publisher_client import (
     decode_catalog,
     encode_catalog,
 )
+from weight_transfer.format.manifest import Manifest
 from weight_transfer.format.signing import SigningKey
 from weight_transfer.publish.version_publisher import DEFAULT_LIFETIME_S
 
 _CATALOG, _LEASES = CATALOG.lstrip("/"), LEASES.lstrip("/")
 # The store's own clock, read from the time at which it wrote this object.
 _CLOCK = f"{_LEASES}/now"
+_LOOK_S = 0.1
+"""Seconds between looks for chunks of a version that is being encoded."""
 
 
 class BucketCopy:
@@ -71,6 +75,19 @@ class BucketCopy:
         for folder in ("chunks", "manifests"):
             self._copied |= {each.path: 0 for each in await self._bucket.objects(folder)}
 
+    async def during(self, encode: Callable[[], Manifest]) -> Manifest:
+        """Encode a version in a thread and return its manifest; copy its chunks meanwhile.
+
+        An error of the bucket ends the copying alone: `publish` raises it anew.
+        """
+        encoding = asyncio.ensure_future(asyncio.to_thread(encode))
+        with contextlib.suppress(WeightError):
+            while not encoding.done():
+                async with self._changing:
+                    await self._put_chunks(await asyncio.to_thread(self._files))
+                await asyncio.wait([encoding], timeout=_LOOK_S)
+        return await encoding
+
     async def publish(self) -> None:
         """Copy what the bucket lacks of the root, then the catalog."""
         self._check()
@@ -78,8 +95,7 @@ class BucketCopy:
             files = await asyncio.to_thread(self._files)
             if not files:  # Another root's versions stay listed until this one has some.
                 return
-            new = files.keys() - self._copied.keys()
-            await self._put({path: files[path] for path in new if path.startswith("chunks/")})
+            await self._put_chunks(files)
             # A chunk never changes; a manifest is signed anew.
             signed = {
                 path: file
@@ -115,6 +131,10 @@ class BucketCopy:
                 await self._bucket.delete(gone)
                 for path in gone:
                     del self._copied[path]
+
+    async def _put_chunks(self, files: dict[str, tuple[Path, int]]) -> None:
+        new = files.keys() - self._copied.keys()
+        await self._put({path: files[path] for path in new if path.startswith("chunks/")})
 
     async def _put(self, files: dict[str, tuple[Path, int]]) -> None:
         pending = iter(files.items())

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from rose.weight_distribution import Credentials
 from tests.fakes.memory_store import InMemoryStore
 from tests.harness.training_runs import RunCluster
 from tests.harness.weight_peers import KEY, fetched, published, publisher, tensors
-from weight_transfer import ChunkStore, SigningKey
+from weight_transfer import ChunkStore, Manifest, SigningKey
 from weight_transfer.bucket import Bucket
 from weight_transfer.catalog import LONGEST_TTL_S, ReadLeases
 from weight_transfer.errors import BucketError, FetchError
@@ -102,6 +103,37 @@ async def test_a_version_is_read_from_the_bucket_by_its_own_signature(
         stranger = SigningKey.generate()
         with pytest.raises(Exception, match="sign"):
             await fetched(fetcher, place.url, key=stranger, job="job2")
+
+
+async def test_chunks_are_copied_while_others_are_encoded(place: Place, tmp_path: Path) -> None:
+    root = publisher(tmp_path / "root")
+    copy = copy_of(root.store, place)
+    await copy.start()
+    seen: list[set[str]] = []
+
+    def encode() -> Manifest:
+        chunk = root.store.put(b"encoded first")
+        end_s = time.monotonic() + 20
+        while f"chunks/{chunk}" not in place.paths and time.monotonic() < end_s:
+            time.sleep(0.01)
+        seen.append(place.paths)
+        return root.publish_base(1, tensors(1))
+
+    manifest = await copy.during(encode)
+    (paths,) = seen
+    assert len(paths) == 1, "a chunk, and nothing that lists it"
+    await copy.publish()
+    assert {f"chunks/{ref.id}" for ref in manifest.chunks} < place.paths
+
+
+async def test_a_bucket_that_fails_stops_no_encoding(tmp_path: Path) -> None:
+    root, share = publisher(tmp_path / "root"), tmp_path / "share"
+    copy = BucketCopy(root.store, f"file://{share}", "job", KEY)
+    (share / "chunks").write_bytes(b"no folder")
+    root.store.put(b"encoded before")
+    assert (await copy.during(partial(root.publish_base, 1, tensors(1)))).version == 1
+    with pytest.raises(BucketError, match="chunks"):
+        await copy.publish()
 
 
 async def test_a_chunk_that_broke_off_is_read_from_there(place: Place, tmp_path: Path) -> None:
