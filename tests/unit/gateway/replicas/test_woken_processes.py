@@ -55,6 +55,7 @@ async def test_what_a_woken_replica_says_under_its_old_lease_reaches_nobody(
         stats = gw.stats
         await until(lambda: stats.tokens["guest-0"] >= 3)
         replica.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(0.1)  # Tokens that it has sent arrive before its lease is over.
         # Its node fell silent, so its lease is over; the next one has another epoch.
         gw.set_table((entry(other, "own-0"),))
         had = stats.tokens["guest-0"]
