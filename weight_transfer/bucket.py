@@ -10,31 +10,21 @@ The client, obstore, takes its credentials from the environment: AWS_*, GOOGLE_*
 """
 
 import asyncio
-import hashlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from weight_transfer.errors import BucketError
 
 AT_ONCE: Final = 16
 """Most requests to a bucket at once."""
 SILENCE_S: Final = 30.0
+UPLOAD_S: Final = 120.0
 _CONNECT_S, _RETRY_S = 3.0, 10.0
 _PART_BYTES = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """An object of a bucket: its path below the bucket's URL, and when the store wrote it, in Unix
-    seconds of the store's clock.
-    """
-
-    path: str
-    written_s: float
+T = TypeVar("T")
 
 
 class Bucket:
@@ -88,39 +78,52 @@ class Bucket:
                     return
                 yield bytes(part)
 
-    async def read(self, path: str, most: int) -> bytes:
+    async def read(self, path: str, most: int, silence_s: float = SILENCE_S) -> bytes:
         """Return a whole object of at most `most` bytes."""
         body = bytearray()
-        async for part in self.get(path):
+        async for part in self.get(path, 0, silence_s):
             body += part
             if len(body) > most:
                 raise BucketError(f"{self.url}/{path} has more than {most} bytes")
         return bytes(body)
 
-    async def put(self, path: str, body: bytes | Path) -> None:
-        """Write an object whole, or nothing of it; `body` may be a file."""
+    async def put(self, path: str, body: bytes | Path, within_s: float = UPLOAD_S) -> None:
+        """Write an object whole, or nothing of it; `body` may be a file.
+
+        Raises FileNotFoundError if that file is gone.
+        """
         import obstore
 
         with self._failures(f"take {path}"):
-            await obstore.put_async(self._store, path, body)
+            async with asyncio.timeout(within_s):
+                await obstore.put_async(self._store, path, body)
 
     async def delete(self, paths: Sequence[str]) -> None:
         """Delete objects; those that are not there are ignored."""
         import obstore
 
-        with self._failures("delete objects"):
-            if paths:
-                await obstore.delete_async(self._store, paths)
+        # A folder refuses all for one that is not there.
+        for some in [paths] if not self.url.startswith("file:") else [[path] for path in paths]:
+            with self._failures("delete objects"), suppress(FileNotFoundError):
+                async with asyncio.timeout(SILENCE_S):
+                    await obstore.delete_async(self._store, some)
 
-    async def objects(self, folder: str) -> list[StoredObject]:
-        """Return all objects below `folder`."""
+    async def objects(self, folder: str) -> dict[str, float]:
+        """Return when the store wrote each object below `folder`, in Unix seconds of the store's
+        clock, by path.
+        """
         import obstore
 
-        found = []
+        found: dict[str, float] = {}
         with self._failures(f"list {folder}"):
-            async for batch in obstore.list(self._store, folder):
-                found += [StoredObject(o["path"], o["last_modified"].timestamp()) for o in batch]
-        return found
+            batches = aiter(obstore.list(self._store, folder))
+            while True:
+                try:
+                    async with asyncio.timeout(SILENCE_S):
+                        batch = await anext(batches)
+                except StopAsyncIteration:
+                    return found
+                found |= {each["path"]: each["last_modified"].timestamp() for each in batch}
 
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:
@@ -131,11 +134,16 @@ class Bucket:
         except FileNotFoundError:
             raise
         except (BaseError, OSError, ValueError) as error:
-            why = str(error).partition("\n")[0] or type(error).__name__
+            why = str(error).partition("\n")[0] or "it does not answer"
             raise BucketError(f"{self.url} does not {what}: {why:.300}") from error
 
 
-def lease_path(folder: str, reader: str, version: int) -> str:
-    """Return the path of a reader's lease in the folder `folder`, which is "leases" or ends so."""
-    name = hashlib.blake2b(reader.encode(), digest_size=16).hexdigest()
-    return f"{folder}/{version}/{name}"
+async def together(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """Return the results of calls in their order; an error of one ends all others first."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -357,10 +357,14 @@ class ChunkStore:
     def files(self) -> list[StoredFile]:
         """Return all complete chunks and manifests of the store.
 
-        Drafts and partial files are left out.
+        Drafts and partial files are left out, and files that are deleted meanwhile.
         """
-        paths = [*self.chunks_dir.iterdir(), *self.manifests_dir.iterdir()]
-        return [_stored(path) for path in paths if not path.name.startswith(DRAFT)]
+        found = []
+        for path in (*self.chunks_dir.iterdir(), *self.manifests_dir.iterdir()):
+            if not path.name.startswith(DRAFT):
+                with suppress(FileNotFoundError):
+                    found.append(_stored(path))
+        return found
 
     def discard(self, file: StoredFile) -> None:
         """Delete a file of the store; a file that is gone already is ignored."""

@@ -84,7 +84,7 @@ class Ways:
             relay = self._relay(stack, url, folder="killed")
             before = self._link.sent_bytes()
             relay.write(b"go")
-            while self._link.sent_bytes() - before < encoded_bytes / 2:
+            while relay.running and self._link.sent_bytes() - before < encoded_bytes / 2:
                 time.sleep(0.02)
             relay.popen.kill()
             relay.popen.wait()

@@ -149,9 +149,10 @@ class Credentials:
         """
         named = [checked_bucket(url, "a bucket of versions") for url in buckets]
         try:
-            return SourceSession(self.session(), [Bucket(url) for url in named])
+            opened = [Bucket(url) for url in named]
         except BucketError as error:
             raise ConfigError(str(error)) from error
+        return SourceSession(self.session(), opened)
 
     def bears(self, url: URL) -> bool:
         """Return True if a request to `url` carries the token.

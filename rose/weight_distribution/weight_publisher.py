@@ -262,12 +262,14 @@ class WeightPublisher:
         await asyncio.to_thread(self._check_root)
         await self._server.start()
         if self._bucket:
-            await self._bucket.start()
+            await self._bucket.check()
         self._retention.start()
         self._registration.claim.CopyFrom(self._claim)
         reply = await until_free(self._register, WAIT_S)
         self._keeper = RunKeeper(self._renewals, self._job, self._claim)
         self._keeper.start(reply.run_ttl_s)
+        if self._bucket:
+            await self._bucket.start()
         self._retention.bucket = self._bucket
         begun = await asyncio.to_thread(self._found, reply)
         if begun.resumed is not None:
@@ -523,7 +525,7 @@ class WeightPublisher:
         if self._bucket:
             try:
                 await self._bucket.publish()
-            except WeightError as error:
+            except (WeightError, OSError) as error:
                 raise NotAnnouncedError(
                     f"version {version}: {error}; it is, with the next"
                 ) from error

@@ -1,7 +1,7 @@
 """Session of a reader of weights: HTTP servers, and the buckets that this machine names itself."""
 
-import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ from typing import Self
 import aiohttp
 import msgspec
 
-from weight_transfer.bucket import AT_ONCE, SILENCE_S, Bucket, lease_path
+from weight_transfer.bucket import AT_ONCE, SILENCE_S, Bucket, together
 from weight_transfer.errors import BucketError
 from weight_transfer.fetch.download import Reply
+from weight_transfer.fetch.fetcher import SMALL_BYTES
 from weight_transfer.fetch.publisher_client import LEASES, LeaseBody
 
 
@@ -125,7 +126,8 @@ async def _reply(
         return await _Object.begun(bucket.get(path, 0, silence_s))
     if f"/{path}".endswith(LEASES):
         lease = msgspec.json.decode(data, type=LeaseBody)
-        await bucket.put(lease_path(path, lease.reader, lease.version), b"")
+        name = hashlib.blake2b(lease.reader.encode(), digest_size=16).hexdigest()
+        await bucket.put(f"{path}/{lease.version}/{name}", b"", silence_s)
         return _Object(200)
     if f"/{path}".endswith("/chunks"):
         paths = [f"{path}/{name}" for name in msgspec.json.decode(data, type=list[str])]
@@ -137,10 +139,7 @@ async def _together(
     bucket: Bucket, paths: Sequence[str], silence_s: float
 ) -> AsyncGenerator[bytes]:
     """Yield small objects one after the other, of which AT_ONCE are read at a time."""
-
-    async def whole(path: str) -> bytes:
-        return b"".join([part async for part in bucket.get(path, 0, silence_s)])
-
     for at in range(0, len(paths), AT_ONCE):
-        for body in await asyncio.gather(*map(whole, paths[at : at + AT_ONCE])):
+        some = paths[at : at + AT_ONCE]
+        for body in await together(bucket.read(path, SMALL_BYTES, silence_s) for path in some):
             yield body

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 
-from weight_transfer.bucket import AT_ONCE, Bucket
-from weight_transfer.catalog import LONGEST_TTL_S, ReadLeases
+from weight_transfer.bucket import AT_ONCE, Bucket, together
+from weight_transfer.catalog import LONGEST_TTL_S, Catalog, ReadLeases
 from weight_transfer.chunk_store import ChunkStore
 from weight_transfer.errors import BucketError, ReadLeaseError, WeightError
 from weight_transfer.fetch.fetcher import path_of
@@ -58,8 +59,8 @@ class BucketCopy:
         self._copied: dict[str, int] = {}
         self._changing = asyncio.Lock()
 
-    async def start(self) -> None:
-        """Check that the bucket can be read and is this job's, and list the chunks that it has."""
+    async def check(self) -> None:
+        """Check that the bucket can be read and is this job's."""
         try:
             raw = await self._bucket.read(_CATALOG, MAX_CATALOG_BYTES)
         except FileNotFoundError:
@@ -72,8 +73,11 @@ class BucketCopy:
                     f"{self.url} has a catalog of another job or key ({error!s:.120}); give job"
                     f" {self._job} a folder of its own"
                 ) from error
+
+    async def start(self) -> None:
+        """List what the bucket has, once no other trainer of the job deletes any of it."""
         for folder in ("chunks", "manifests"):
-            self._copied |= {each.path: 0 for each in await self._bucket.objects(folder)}
+            self._copied |= dict.fromkeys(await self._bucket.objects(folder), 0)
 
     async def during(self, encode: Callable[[], Manifest]) -> Manifest:
         """Encode a version in a thread and return its manifest; copy its chunks meanwhile.
@@ -81,7 +85,7 @@ class BucketCopy:
         An error of the bucket ends the copying alone: `publish` raises it anew.
         """
         encoding = asyncio.ensure_future(asyncio.to_thread(encode))
-        with contextlib.suppress(WeightError):
+        with contextlib.suppress(WeightError, OSError):
             while not encoding.done():
                 async with self._changing:
                     await self._put_chunks(await asyncio.to_thread(self._files))
@@ -96,6 +100,7 @@ class BucketCopy:
             if not files:  # Another root's versions stay listed until this one has some.
                 return
             await self._put_chunks(files)
+            self._check()  # Another trainer may have taken the job meanwhile.
             # A chunk never changes; a manifest is signed anew.
             signed = {
                 path: file
@@ -108,16 +113,17 @@ class BucketCopy:
     async def lease_to(self, leases: ReadLeases) -> None:
         """Take the leases that readers wrote into the bucket, and delete the expired ones."""
         await self._bucket.put(_CLOCK, b"")
-        written = {each.path: each.written_s for each in await self._bucket.objects(_LEASES)}
+        written = await self._bucket.objects(_LEASES)
         store_now_s, now_s, expired = written.pop(_CLOCK), time.monotonic(), []
-        for path, written_s in written.items():
-            _, version, reader = path.split("/")
+        # A reader's newest lease counts.
+        for path, written_s in sorted(written.items(), key=itemgetter(1)):
             left_s = written_s + LONGEST_TTL_S - store_now_s
             if left_s <= 0:
                 expired.append(path)
                 continue
             with contextlib.suppress(ValueError, ReadLeaseError):
-                leases.take(reader, int(version), left_s, now_s, self.url)
+                _, version, reader = path.split("/")
+                leases.take(reader, int(version), left_s, now_s, reader)
         await self._bucket.delete(expired)
 
     async def prune(self) -> None:
@@ -145,10 +151,15 @@ class BucketCopy:
                     await self._bucket.put(path, file)
                     self._copied[path] = written_ns
 
-        await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+        await together(some() for _ in range(AT_ONCE))
 
     async def _list(self) -> None:
-        catalog = await asyncio.to_thread(self._store.catalog)
+        """Write the catalog of what the bucket has; the root may have more meanwhile."""
+        root, copied = await asyncio.to_thread(self._store.catalog), self._copied
+        bases = {v: size for v, size in root.bases.items() if path_of(v, base=True) in copied}
+        deltas = (each for each in root.deltas if path_of(each.version, base=False) in copied)
+        catalog = Catalog(bases, tuple(deltas))
+        self._check()
         # Readers use the catalog while the trainer is stopped, as long as manifests are valid.
         raw = encode_catalog(catalog, self._job, self._key, time.time(), DEFAULT_LIFETIME_S)
         await self._bucket.put(_CATALOG, raw)

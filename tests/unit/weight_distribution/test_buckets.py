@@ -1,6 +1,7 @@
 """Versions come through a bucket as they come from a publisher: signed, resumed, collected."""
 
 import os
+import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -8,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientTimeout
 
 from bench.common.s3_server import BUCKET, S3Server, rclone
 from rose.addresses import free_port
@@ -17,10 +19,13 @@ from tests.fakes.memory_store import InMemoryStore
 from tests.harness.training_runs import RunCluster
 from tests.harness.weight_peers import KEY, fetched, published, publisher, tensors
 from weight_transfer import ChunkStore, Manifest, SigningKey
+from weight_transfer import bucket as bucket_module
 from weight_transfer.bucket import Bucket
-from weight_transfer.catalog import LONGEST_TTL_S, ReadLeases
+from weight_transfer.catalog import LONGEST_TTL_S, MOST_OF_A_PEER, ReadLeases
 from weight_transfer.errors import BucketError, FetchError
 from weight_transfer.fetch import Caps, ChunkFetcher, DownloadLimits, PublisherClient
+from weight_transfer.fetch.download import whole_reply
+from weight_transfer.fetch.fetcher import SMALL_BYTES, encode_names
 from weight_transfer.publish.bucket_copy import BucketCopy
 
 
@@ -186,8 +191,13 @@ async def test_what_a_reader_leases_stays_and_the_rest_is_collected(
         client.lease(place.url, "r1", 1),
     ):
         (old,) = (place.folder / "leases/1").iterdir()
-        an_hour_ago_s = time.time() - LONGEST_TTL_S - 60
-        os.utime(old, (an_hour_ago_s, an_hour_ago_s))
+        (new,) = (place.folder / "leases/2").iterdir()
+        (place.folder / "leases/junk").write_bytes(b"of nobody")
+        before = place.folder / "leases/3" / new.name
+        before.parent.mkdir()
+        before.write_bytes(b"")
+        for path, ago_s in ((old, LONGEST_TTL_S + 60), (before, 30)):
+            os.utime(path, (time.time() - ago_s, time.time() - ago_s))
         if place.server:  # It has read the time already.
             place.server.kill()
             place.server.start()
@@ -195,7 +205,10 @@ async def test_what_a_reader_leases_stays_and_the_rest_is_collected(
     now_s = time.monotonic()
     assert [pin.version for pin in leases.live(now_s)] == [2]
     assert not old.exists()
+    collected = {path.name for path in store.chunks_dir.iterdir()}
     store.collect(leases.live(now_s), now_s)
+    collected -= {path.name for path in store.chunks_dir.iterdir()}
+    (place.folder / "chunks" / min(collected)).unlink()  # Somebody else's deed.
     await copy.prune()
     assert {path for path in place.paths if path.startswith("manifests")} == {
         "manifests/3",
@@ -208,13 +221,70 @@ async def test_what_a_reader_leases_stays_and_the_rest_is_collected(
         await fetched(fetcher, place.url, 4, base=True)
 
 
+async def test_each_reader_of_a_bucket_has_its_lease(tmp_path: Path) -> None:
+    share = tmp_path / "share"
+    (share / "leases/1").mkdir(parents=True)
+    for reader in range(MOST_OF_A_PEER + 5):
+        (share / "leases/1" / str(reader)).write_bytes(b"")
+    leases = ReadLeases(0.0)
+    copy = BucketCopy(ChunkStore(tmp_path / "root"), f"file://{share}", "job", KEY)
+    await copy.lease_to(leases)
+    assert len(leases.live(time.monotonic())) == MOST_OF_A_PEER + 5
+
+
+async def test_the_catalog_lists_what_the_bucket_has(place: Place, tmp_path: Path) -> None:
+    root = publisher(tmp_path / "root")
+    root.publish(1, 0, tensors(0), tensors(1))
+    copy = copy_of(root.store, place)
+    real = copy._files
+
+    def files() -> dict[str, tuple[Path, int]]:
+        found = real()
+        root.publish_base(1, tensors(1))  # By the retention, while chunks are copied.
+        return found
+
+    copy._files = files  # type: ignore[method-assign]
+    await copy.publish()
+    async with reading_from(place.url, tmp_path / "node") as (_, client):
+        listed = await client.catalog(place.url, "job")
+    assert (dict(listed.bases), [each.version for each in listed.deltas]) == ({}, [1])
+
+
+async def test_a_trainer_that_is_fenced_while_it_copies_lists_nothing(tmp_path: Path) -> None:
+    store, manifest = published(tmp_path / "root")
+    place = Place(f"file://{tmp_path}/share", tmp_path / "share")
+
+    def check() -> None:
+        if place.paths:
+            raise RunFencedError("another trainer has the job")
+
+    copy = BucketCopy(store, place.url, "job", KEY, check)
+    with pytest.raises(RunFencedError):
+        await copy.publish()
+    assert place.paths == {f"chunks/{ref.id}" for ref in manifest.chunks}
+
+
+async def test_a_large_object_under_a_small_chunks_name_is_not_read_whole(tmp_path: Path) -> None:
+    store, manifest = published(tmp_path / "root")
+    place = Place(f"file://{tmp_path}/share", tmp_path / "share")
+    await copy_of(store, place).publish()
+    name = manifest.chunks[0].id
+    (place.folder / "chunks" / name).write_bytes(bytes(SMALL_BYTES + 1))
+    session = Credentials().sources([place.url])
+    with pytest.raises(OSError, match="has more than"):
+        await whole_reply(
+            session, f"{place.url}/chunks", ClientTimeout(9), 1 << 30, asked=encode_names([name])
+        )
+    await session.close()
+
+
 async def test_a_copy_goes_on_where_the_store_was_lost(s3: Place, tmp_path: Path) -> None:
     store, manifest = published(tmp_path / "root")
     copy, server = copy_of(store, s3), s3.server
     assert server
     puts, real = 0, copy._bucket.put
 
-    async def dying(path: str, body: bytes | Path) -> None:
+    async def dying(path: str, body: bytes | Path, within_s: float = 0.0) -> None:
         nonlocal puts
         puts += 1
         if puts == 4:
@@ -233,7 +303,7 @@ async def test_a_copy_goes_on_where_the_store_was_lost(s3: Place, tmp_path: Path
     written: list[str] = []
     real_again = again._bucket.put
 
-    async def counted(path: str, body: bytes | Path) -> None:
+    async def counted(path: str, body: bytes | Path, within_s: float = 0.0) -> None:
         written.append(path)
         await real_again(path, body)
 
@@ -288,7 +358,7 @@ async def test_what_no_bucket_gives_is_one_line(place: Place, tmp_path: Path) ->
     store, _ = published(tmp_path / "root")
     await copy_of(store, place).publish()
     with pytest.raises(BucketError, match="catalog of another job or key"):
-        await copy_of(store, place, job="other").start()
+        await copy_of(store, place, job="other").check()
     async with reading_from(f"{place.url}/deeper", tmp_path / "node") as (fetcher, client):
         for url in (f"{place.url}x", place.url):
             with pytest.raises(FetchError, match=r"transport\.buckets"):
@@ -304,6 +374,25 @@ async def test_what_no_bucket_gives_is_one_line(place: Place, tmp_path: Path) ->
 def test_a_bucket_is_named_by_its_url(url: str) -> None:
     with pytest.raises(ConfigError, match=r"no bucket; give s3://BUCKET/PATH"):
         Credentials().sources([url])
+
+
+async def test_a_server_that_is_silent_is_told_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bucket_module, "SILENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(name, "any")
+        bucket = Bucket(f"s3://{BUCKET}/job")
+        calls = (
+            lambda: bucket.put("a", b"", 0.2),
+            lambda: bucket.delete(["a"]),
+            lambda: bucket.objects("chunks"),
+        )
+        for call in calls:
+            with pytest.raises(BucketError, match="it does not answer"):
+                await call()
 
 
 async def test_a_server_that_is_away_is_told_within_bounds(
