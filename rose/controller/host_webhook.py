@@ -10,6 +10,7 @@ ROSE, and so does every pod while this server is down (failurePolicy Ignore).
 import base64
 import copy
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -32,6 +33,8 @@ TARGETS: Final = {
     "ROSE_SLO_TTFT_S": "rose.dev/slo-ttft-s",
     "ROSE_SLO_TPOT_S": "rose.dev/slo-tpot-s",
 }
+# Variables that name a host: its pod's name alone is another's in another namespace.
+NAMED_BY: Final = {"ROSE_POD_NAMESPACE": "metadata.namespace", "ROSE_POD_NAME": "metadata.name"}
 MAX_REVIEW_BYTES: Final = 8 << 20
 MAX_WARNING_CHARS: Final = 250
 # Requests equal limits: a pod of the class Guaranteed stays one.
@@ -72,11 +75,11 @@ def with_rose(pod: Mapping[str, Any], settings: HostPods) -> Object:
     _extend(engine, "VLLM_PLUGINS", "{},rose_host")
     _extend(engine, "SGLANG_PLUGINS", "{},rose_host")
     said = {"ROSE_ROLE": HOST, "ROSE_HOST_DIR": settings.folder, PAGE_GROUP: str(settings.group)}
-    said |= {name: annotations[key] for name, key in TARGETS.items() if key in annotations}
+    said |= {n: _seconds(key, annotations[key]) for n, key in TARGETS.items() if key in annotations}
     # Not the host name: with hostNetwork, or a name of the chart's, several pods have the same one.
-    own_name = {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}}
-    added: list[Object] = [{"name": name, "value": value} for name, value in said.items()]
-    added.append({"name": "ROSE_HOST_NAME", "valueFrom": own_name})
+    added: list[Object] = [{"name": n, "valueFrom": _field(of)} for n, of in NAMED_BY.items()]
+    said["ROSE_HOST_NAME"] = ".".join(f"$({name})" for name in NAMED_BY)
+    added += [{"name": name, "value": value} for name, value in said.items()]
     given = _variables(engine)
     _list(engine, "env").extend(each for each in added if each["name"] not in given)
     _list(spec, "volumes").append({"name": PLUGIN, "emptyDir": {"sizeLimit": "64Mi"}})
@@ -112,6 +115,16 @@ def _engine_container(containers: list[Object], annotations: Mapping[str, str]) 
             return each
     names = ", ".join(each["name"] for each in containers)
     raise RefusedError(f"{key} names {annotations.get(key)!r}, and its containers are {names}")
+
+
+def _seconds(key: str, text: str) -> str:
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,6})?", text):
+        raise RefusedError(f"{key} is {text!r:.40}; give seconds")
+    return text
+
+
+def _field(path: str) -> Object:
+    return {"fieldRef": {"apiVersion": "v1", "fieldPath": path}}
 
 
 def _mount(name: str, path: str) -> Object:

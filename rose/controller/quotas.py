@@ -62,9 +62,10 @@ class QuotaController:
 
     async def _advertise(self) -> None:
         for turn in count():
+            # First of all: nodes attach to a new leader before it says what they lend.
+            await asyncio.sleep(ADVERTISE_S)
             lent, again = self._scheduler.lendable(), turn % AGAIN == 0
             self._unsaid = await asyncio.to_thread(advertise, self._api, lent, again=again)
-            await asyncio.sleep(ADVERTISE_S)
 
 
 def guests_of(pods: Iterable[Mapping[str, Any]], jobs: Iterable[str]) -> dict[str, int]:
@@ -80,12 +81,18 @@ def advertise(api: KubeApi, lent: Mapping[str, int], *, again: bool) -> str:
     """Write on nodes what they lend, where it differs, or on all (again); return a fault, or ""."""
     try:
         nodes = _metadata(api.nodes())
-        for node in nodes:
-            said, number = node.get("labels", {}).get(RESOURCE), lent.get(node["name"], 0)
-            if (said or number) and (again or said != str(number)):
-                api.advertise(node["name"], number)
     except ApiError as error:
         return str(error)
+    fault = ""
+    for node in nodes:
+        said, number = node.get("labels", {}).get(RESOURCE), lent.get(node["name"], 0)
+        if (said or number) and (again or said != str(number)):
+            try:
+                api.advertise(node["name"], number)
+            except ApiError as error:
+                fault = fault or str(error)
+    if fault:
+        return fault
     unknown = sorted(lent.keys() - {node["name"] for node in nodes})
     return f"Kubernetes has no node {unknown[0]}; name it as Kubernetes does" if unknown else ""
 

@@ -269,6 +269,8 @@ class Webhook:
                 status = answer.status
         except (aiohttp.ClientError, TimeoutError) as error:
             return f"{type(error).__name__}: it does not answer", True
+        except ValueError as error:  # Of the environment's proxy, for example.
+            return f"nothing can be posted there: {error}"[:MOST_CHARS], False
         if status // 100 == 2:
             return "", False
         return f"it answered {status}", status >= 500 or status in AGAIN

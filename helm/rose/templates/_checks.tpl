@@ -103,6 +103,14 @@
 {{- if and $v.quotas (not (include "rose.asksApiServer" .)) }}
 {{- fail "quotas: schedulers count the pods by a token of this cluster's API server: set controller.enabled=true without a kubeconfigSecret, and not role=nodes; or leave quotas out" }}
 {{- end }}
+{{- $slugs := dict }}
+{{- range $v.quotas }}
+{{- $slug := .job | lower | replace "." "-" | replace "_" "-" }}
+{{- if hasKey $slugs $slug }}
+{{- fail (printf "quotas names job %s twice, or one whose pods would have the same name: give each job one entry" .job) }}
+{{- end }}
+{{- $_ := set $slugs $slug true }}
+{{- end }}
 {{- if $v.relay.enabled }}
 {{- if not $v.relay.jobs }}
 {{- fail "relay.jobs is empty: name the jobs whose weights it passes on, or set relay.enabled=false" }}

@@ -92,7 +92,10 @@ def test_a_pod_becomes_a_host_and_loses_nothing() -> None:
         "ROSE_ROLE": "host",
         "ROSE_HOST_DIR": "/run/rose",
         "ROSE_PAGE_GROUP": "10777",
-        "ROSE_HOST_NAME": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}},
+        "ROSE_POD_NAMESPACE": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.namespace"}},
+        "ROSE_POD_NAME": {"fieldRef": {"apiVersion": "v1", "fieldPath": "metadata.name"}},
+        # Kubernetes puts in what stands before it.
+        "ROSE_HOST_NAME": "$(ROSE_POD_NAMESPACE).$(ROSE_POD_NAME)",
     }
     mounts = {each["name"]: each["mountPath"] for each in engine["volumeMounts"]}
     assert mounts == {"cache": "/cache", "rose-plugin": PLUGIN_FOLDER, "rose-host": "/run/rose"}
@@ -112,9 +115,9 @@ def test_a_pod_becomes_a_host_and_loses_nothing() -> None:
 def test_the_environment_is_one_that_the_plugin_takes() -> None:
     targets = {"rose.dev/slo-ttft-s": "0.5", "rose.dev/slo-tpot-s": "0.15"}
     made, _ = created(pod(vllm(), annotations=targets))
-    env = env_of(made["spec"]["containers"][0]) | {"ROSE_HOST_NAME": "chat-0"}
+    env = env_of(made["spec"]["containers"][0]) | {"ROSE_HOST_NAME": "serving.chat-0"}
     settings = EngineSettings.from_environ(env)
-    assert (settings.role, settings.page_path) == ("host", "/run/rose/chat-0.page")
+    assert (settings.role, settings.page_path) == ("host", "/run/rose/serving.chat-0.page")
     assert (settings.ttft_s, settings.tpot_s, settings.page_group) == (0.5, 0.15, "10777")
     assert settings.found, "the node daemon finds it by its folder"
 
@@ -180,6 +183,11 @@ UNCHANGED: list[tuple[str, Object, str]] = [
         "a volume in the place",
         pod(vllm(volumeMounts=[{"name": "run", "mountPath": "/run/rose/"}])),
         "container vllm has a volume at /run/rose",
+    ),
+    (
+        "a target in other units",
+        pod(vllm(), annotations={"rose.dev/slo-ttft-s": "500ms"}),
+        "rose.dev/slo-ttft-s is '500ms'; give seconds",
     ),
     (
         "a path from elsewhere",

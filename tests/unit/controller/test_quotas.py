@@ -98,6 +98,20 @@ def test_a_node_is_written_where_its_number_differs(
     assert api.written == written
 
 
+def test_a_node_that_is_gone_keeps_no_other_from_its_number() -> None:
+    api = StandInApi()
+    write = api.advertise
+
+    def refuse(node: str, number: int) -> None:
+        if node == "n0":
+            raise ApiError(404, "n0 is not found")
+        write(node, number)
+
+    api.advertise = refuse  # type: ignore[method-assign]
+    assert "n0 is not found" in advertise(cast("Any", api), {"n0": 2, "n1": 3}, again=False)
+    assert api.written == {"n1": 3}
+
+
 class StandInScheduler:
     """Keeps what it is told; `lent`: guests that may be lent, by node."""
 

@@ -154,6 +154,10 @@ TOGETHER: list[tuple[Object, str]] = [
     ({"scheduler": {"advertise": "s:443"}}, "scheduler.replicas=1"),
     ({"controller": {"enabled": False, "nodeLabels": ["pool"]}}, "controller.enabled=true"),
     ({"controller": {"kubeconfigSecret": "k"}, **QUOTAS}, "or leave quotas out"),
+    (
+        {"quotas": [{"job": name, "queue": "q", "most": 1} for name in ("a.b", "a-b")]},
+        "quotas names job a-b twice",
+    ),
     ({"scheduler": {"policy": "paper", "holdS": 60}}, "scheduler.policy=rose"),
     ({"scheduler": {"alerts": {"tokenSecret": "t"}}}, "needs both rules and tokenSecret"),
     ({"scheduler": {"alerts": {"rules": [{"match": {}}]}}}, "needs both rules and tokenSecret"),

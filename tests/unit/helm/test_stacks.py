@@ -50,11 +50,12 @@ def same_host(pod: Object, name: str = "vllm") -> None:
     for each in wanted["containers"][0]["env"]:
         found = env[each["name"]]
         if "valueFrom" in each:
-            assert found["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.name"
+            path = each["valueFrom"]["fieldRef"]["fieldPath"]
+            assert found["valueFrom"]["fieldRef"]["fieldPath"] == path
         else:
             assert found == each
-    said = {key: each.get("value", "chat-0") for key, each in env.items()}
-    settings = EngineSettings.from_environ(said)
+    said = {key: each.get("value", "") for key, each in env.items()}
+    settings = EngineSettings.from_environ(said | {"ROSE_HOST_NAME": "serving.chat-0"})
     assert (settings.found, settings.ttft_s, settings.tpot_s) == (True, 0.5, 0.15)
     for each in wanted["containers"][0]["volumeMounts"]:
         assert each in engine["volumeMounts"]

@@ -152,6 +152,16 @@ async def test_an_event_is_posted_again_under_its_id_while_that_may_help(
         assert ("takes events again" in caplog.text) == failed
 
 
+async def test_a_proxy_that_cannot_be_used_is_a_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:99999")
+    async with sending("http://receiver.example/rose", tmp_path) as sender:
+        sender.tell("job_ended", {"job": "grpo"}, "")
+        await sender.until(failed=1)
+        assert "nothing can be posted there" in sender.webhook.troubles()[0]
+
+
 async def test_a_receiver_that_is_down_or_slow_delays_nobody_and_costs_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
