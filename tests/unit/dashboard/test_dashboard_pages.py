@@ -125,7 +125,7 @@ async def test_a_job_that_its_quota_holds_back_says_why(watched: Watched) -> Non
     fleet = DashboardFleet(quotas={"grpo": "training"})
     fleet.act(QuotasHeard(fleet.now_s, {"grpo": 0}))
     said = Checked(await page_of(await watched(fleet))).said
-    assert "0; no guests: none of its placeholder pods runs; kubectl get pods -n training" in said
+    assert "no guests: none of its placeholder pods runs; kubectl get pods -n training" in said
 
 
 async def test_the_front_page_answers_the_eight_questions(watched: Watched) -> None:
