@@ -1,8 +1,10 @@
-"""From label to host: vLLM without ROSE in its environment, started by a pod that was changed."""
+"""From label to attached: vLLM without ROSE in its environment, started by a changed pod."""
 
+import asyncio
 import base64
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -14,13 +16,24 @@ from tiny_model import save_tiny_model
 from rose.addresses import free_port
 from rose.cli.main import main
 from rose.controller.host_webhook import PLUGIN_FOLDER, HostPods, answered
+from rose.node import NodeConfig, NodeDaemon
 from rose.node.discovery import look
+from rose.operate.fleet import fleet_of
+from rose.rpc import rose_pb2
+from rose.rpc.channel import make_channel
+from rose.rpc.rose_pb2_grpc import SchedulerStub
+from tests.fakes.memory_store import InMemoryStore
 from tests.harness.engine_image import engine_image, ran
+from tests.harness.training_runs import RunCluster
 from tests.harness.waiting import until
+from tests.harness.weight_peers import KEY
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-START_S = 480.0
+START_S, WITHIN_S = 480.0, 30.0
+# As the kubelet knows them.
+FIELDS = {"metadata.namespace": "serving", "metadata.name": "chat-0"}
+NAME = "serving.chat-0"
 # One core, and few bytes, as all engines of tests.
 SMALL = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
 SCHEDULER = """
@@ -55,8 +68,43 @@ def environment(spec: dict[str, Any], plugin: Path) -> dict[str, str]:
     words = [word.replace(PLUGIN_FOLDER, str(plugin)) for word in init["command"]]
     assert words[0] == "rose"
     assert main(words[1:]) == 0
-    env = {each["name"]: each.get("value", "chat-0") for each in spec["containers"][0]["env"]}
+    env: dict[str, str] = {}
+    for each in spec["containers"][0]["env"]:
+        said = each.get("value") or FIELDS[each["valueFrom"]["fieldRef"]["fieldPath"]]
+        # A value may name variables before it.
+        env[each["name"]] = re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], said)
     return env | {"PYTHONPATH": env["PYTHONPATH"].replace(PLUGIN_FOLDER, str(plugin))}
+
+
+async def attached(shared: Path, folder: Path) -> list[tuple[str, list[str]]]:
+    """The nodes that a scheduler shows, with their hosts, once a node of this folder has joined."""
+    cluster = RunCluster(folder / "cluster", InMemoryStore(), free_port(), KEY)
+    async with cluster.scheduler(), make_channel(f"127.0.0.1:{cluster.port}") as channel:
+        said = {
+            "node": "n0",
+            "scheduler": f"127.0.0.1:{cluster.port}",
+            "run_dir": folder / "run-dir",
+            "log_dir": folder / "logs",
+            "discover": {"folder": shared, "page_group": str(os.getgid())},
+            "replicas": [],
+            "unsigned": True,
+        }
+        daemon = NodeDaemon(NodeConfig.model_validate(said))
+        running = asyncio.create_task(daemon.run())
+
+        async def hosts() -> list[tuple[str, list[str]]]:
+            snapshot = await SchedulerStub(channel).Snapshot(rose_pb2.SnapshotRequest(), timeout=5)
+            nodes = fleet_of(snapshot).nodes
+            return [(each.name, [host.name for host in each.hosts]) for each in nodes if each.hosts]
+
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                while not (found := await hosts()):  # noqa: ASYNC110 - another process's state
+                    await asyncio.sleep(0.1)
+        finally:
+            daemon.stop()
+            await running
+        return found
 
 
 def test_vllms_own_loader_takes_the_plugin_from_the_folder(python: Path, tmp_path: Path) -> None:
@@ -70,7 +118,7 @@ def test_vllms_own_loader_takes_the_plugin_from_the_folder(python: Path, tmp_pat
     ], done.stderr[-2000:]
 
 
-def test_a_changed_pod_is_found_as_a_host(python: Path, tmp_path: Path) -> None:
+def test_a_changed_pod_is_a_host_of_a_node_that_is_attached(python: Path, tmp_path: Path) -> None:
     shared, model, log = tmp_path / "run", tmp_path / "model", tmp_path / "engine.log"
     shared.mkdir()
     save_tiny_model(model, dtype="float32")
@@ -99,9 +147,10 @@ def test_a_changed_pod_is_found_as_a_host(python: Path, tmp_path: Path) -> None:
         )
         assert child.poll() is None, log.read_text()[-3000:]
         (found,) = look(shared, str(os.getgid())).hosts.values()
-        assert (found.name, found.said.ttft_s, found.said.tpot_s) == ("chat-0", 0.5, 0.15)
+        assert (found.name, found.said.ttft_s, found.said.tpot_s) == (NAME, 0.5, 0.15)
         assert found.said.model == str(model)
         assert found.said.engine.startswith("vLLM")
+        assert asyncio.run(attached(shared, tmp_path)) == [("n0", [NAME])]
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
