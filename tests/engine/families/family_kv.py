@@ -34,8 +34,6 @@ DRAFT = "llama+draft"
 """A target with a draft model beside it; a guest has none."""
 BFLOAT16 = {"qwen3-next", "int8-channel", *MATRIX_EXTENSION}
 """Families whose kernels take no activations in float32, on some CPUs."""
-LATENT = {"deepseek-v2", "deepseek-v3"}
-"""Families whose attention vLLM computes in bfloat16 where a CPU has AMX, unless told otherwise."""
 SHORT = {"falcon-h1", "nemotron-h", "granite-hybrid"}
 """Families tried a short prompt at a time, without prefixes: stock vLLM ends on a CPU if
 Mamba-2 has several prompts in a step, or a prefix from the cache."""
@@ -98,8 +96,6 @@ class FamilyEngine:
             draft = make_family("llama-draft", model.parent / "draft")
             speculation = {"method": "draft_model", "num_speculative_tokens": 3}
             more["speculative_config"] = speculation | {"model": str(draft)}
-        if family in LATENT:
-            more["attention_config"] = {"backend": "CPU_MLA"}
         self.llm: Any = LLM(
             model=str(model),
             skip_tokenizer_init=not (self.pooling or family == VISION),
@@ -112,6 +108,8 @@ class FamilyEngine:
             max_num_batched_tokens=512,
             block_size=32,
             distributed_executor_backend=UNIPROC,
+            # With AMX vLLM takes a backend for latent attention that has no float32.
+            attention_backend="CPU_MLA" if "deepseek" in family else None,
             scheduler_cls=role,
             runner="pooling" if self.pooling else "generate",
             seed=0,
