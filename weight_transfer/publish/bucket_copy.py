@@ -88,8 +88,12 @@ class BucketCopy:
         with contextlib.suppress(WeightError, OSError):
             while not encoding.done():
                 async with self._changing:
-                    await self._put_chunks(await asyncio.to_thread(self._files))
-                await asyncio.wait([encoding], timeout=_LOOK_S)
+                    began_s = time.monotonic()
+                    files = await asyncio.to_thread(self._files)
+                    look_s = time.monotonic() - began_s
+                    await self._put_chunks(files)
+                # Looks at a large root take a tenth of the time at most.
+                await asyncio.wait([encoding], timeout=max(_LOOK_S, 9 * look_s))
         return await encoding
 
     async def publish(self) -> None:
