@@ -120,8 +120,8 @@ class GatewayServer:
             self.batches = BatchRunner(
                 batch_folder,
                 self._answer_of_batch,
-                lambda: dispatcher.places,
-                lambda: not dispatcher.waiting and dispatcher.jobs.has_room(),
+                dispatcher.places,
+                dispatcher.idle,
                 settings.max_body_bytes,
                 self._stats.batch_requests,
                 on_event,
@@ -260,10 +260,11 @@ class GatewayServer:
         ask = await frontend.read(call.body, headers, caller)
         if ask.stream:
             raise BadRequest("stream: a batch answers whole; leave it out", "stream")
-        for request in ask.turns:
+        for number, request in enumerate(ask.turns):
             held_to(caller, request)
             # One behind trainers' turns does not wait for long: it is sent again.
-            request.priority, request.batch = call.placed(request.priority), call.floor
+            request.batch = call.floor
+            request.priority = call.placed(request.priority, first=not number)
         async with self._reading(ask) as turns:
             await all_finished(turns)
             await ask.answer.prepare(turns)

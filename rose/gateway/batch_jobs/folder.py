@@ -158,7 +158,12 @@ class BatchFolder:
         try:
             for folder in (self._files, self._batches):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for draft in self._files.glob(f"{DRAFT}*"):
+            undescribed = (
+                each
+                for each in self._files.glob("*.jsonl")
+                if not each.with_suffix(".json").exists()
+            )
+            for draft in (*self._files.glob(f"{DRAFT}*"), *undescribed):
                 with suppress(FileNotFoundError):
                     if time.time() - draft.stat().st_mtime > DRAFT_S:
                         draft.unlink()
@@ -169,8 +174,12 @@ class BatchFolder:
 
     def room(self) -> int:
         """Return the number of bytes that more files may have."""
+        size = 0
         with os.scandir(self._files) as entries:
-            return max(0, self._most_bytes - sum(entry.stat().st_size for entry in entries))
+            for entry in entries:
+                with suppress(FileNotFoundError):  # It was deleted meanwhile.
+                    size += entry.stat().st_size
+        return max(0, self._most_bytes - size)
 
     def draft(self) -> Path:
         """Return the path of a new file that is being written, for `keep`."""
@@ -182,8 +191,9 @@ class BatchFolder:
         """Make a file of a draft whose bytes are on disk, and return its description."""
         file_id = file_id or f"file-{secrets.token_hex(12)}"
         shown = FileObject(file_id, draft.stat().st_size, int(time.time()), name, purpose)
+        described = _encode(StoredFile(shown, scope))
         draft.replace(self._bytes_of(file_id))
-        _replace(self._files / f"{file_id}.json", _encode(StoredFile(shown, scope)))
+        _replace(self._files / f"{file_id}.json", described)
         return shown
 
     def file(self, file_id: str, scope: str) -> FileObject:
@@ -285,8 +295,10 @@ class BatchFolder:
             yield True
 
     def answered(self, batch_id: str, kind: str) -> set[str]:
-        """Return the custom ids of all lines of a log; a torn last line is cut off."""
-        path, found = self._log(batch_id, kind), set[str]()
+        """Return the custom ids of all lines of a log, which may be published already; a torn last
+        line is cut off.
+        """
+        path, found = self._lines_of(batch_id, kind), set[str]()
         if not path.exists():
             return found
         whole = 0
@@ -316,10 +328,10 @@ class BatchFolder:
 
         Called again after a crash, it returns the same id.
         """
-        batch_id = record.shown.id
-        file_id = f"file-{blake2b(f'{batch_id}/{kind}'.encode(), digest_size=12).hexdigest()}"
-        log, kept = self._log(batch_id, kind), self._bytes_of(file_id)
-        source = log if log.exists() else kept
+        file_id, source = (
+            _published_id(record.shown.id, kind),
+            self._lines_of(record.shown.id, kind),
+        )
         if not source.exists() or not source.stat().st_size:
             return None
         return self.keep(source, name, "batch_output", record.caller.scope, file_id).id
@@ -329,6 +341,14 @@ class BatchFolder:
 
     def _log(self, batch_id: str, kind: str) -> Path:
         return self._batches / f"{batch_id}.{kind}"
+
+    def _lines_of(self, batch_id: str, kind: str) -> Path:
+        log = self._log(batch_id, kind)
+        return log if log.exists() else self._bytes_of(_published_id(batch_id, kind))
+
+
+def _published_id(batch_id: str, kind: str) -> str:
+    return f"file-{blake2b(f'{batch_id}/{kind}'.encode(), digest_size=12).hexdigest()}"
 
 
 def _all(folder: Path, decode: Callable[[bytes], T]) -> Iterator[T]:

@@ -33,7 +33,7 @@ def faults_of(file: BinaryIO, endpoint: str, most_bytes: int) -> tuple[int, list
     """
     faults: list[LineFault] = []
     seen: dict[str, int] = {}
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(_lines(file, most_bytes), 1):
         if len(faults) == MOST_FAULTS:
             break
         if not line.strip():
@@ -50,6 +50,14 @@ def faults_of(file: BinaryIO, endpoint: str, most_bytes: int) -> tuple[int, list
     if not seen and not faults:
         faults.append(LineFault("empty_file", None, "the file has no request, one a line"))
     return len(seen), faults
+
+
+def _lines(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:
+    """Yield each line, of a longer one its first `most_bytes` + 1 bytes."""
+    while line := file.readline(most_bytes + 1):
+        yield line
+        while len(line) > most_bytes and not line.endswith(b"\n"):
+            line = file.readline(most_bytes + 1)
 
 
 def _checked(

@@ -14,9 +14,12 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web import RequestPayloadError
 from msgspec import Struct
 
 from rose.gateway.apis.frontend import job_of, read_json
+from rose.gateway.apis.wire import clean
 from rose.gateway.batch_jobs.folder import Batch, BatchFolder, BatchRecord
 from rose.gateway.batch_jobs.runner import BatchRunner
 from rose.gateway.errors import BadRequest, BodyTooLarge, BodyTooSlow
@@ -61,8 +64,9 @@ class BatchRoutes:
         known_job: Callable[[str], str],
         silence_s: float,
     ) -> None:
-        """endpoints: routes that a batch may be for. known_job: raises TurnError for a job that
-        is not registered. silence_s: longest time without a piece of a file.
+        """endpoints: routes that a batch may be for. known_job: returns the registered job that a
+        name, or none, stands for, and raises TurnError without one. silence_s: longest time without
+        a piece of a file.
         """
         self._folder = folder
         self._runner = runner
@@ -98,7 +102,7 @@ class BatchRoutes:
                 if part.name == "purpose":
                     purpose = await self._text(part)
                 elif part.name == "file":
-                    name = part.filename or "batch.jsonl"
+                    name = clean(part.filename or "batch.jsonl")
                     await self._save(part, draft)
             if purpose != PURPOSE:
                 raise BadRequest(f"purpose is {purpose[:40]!r}; it is batch here", "purpose")
@@ -106,8 +110,9 @@ class BatchRoutes:
                 raise BadRequest("file: send the JSONL file in this field", "file")
             scope = caller_of(http).scope
             kept = await asyncio.to_thread(self._folder.keep, draft, name[:255], purpose, scope)
-        except ValueError as error:
-            raise BadRequest(f"the body is no multipart/form-data: {error!s:.200}") from error
+        except (ValueError, HttpProcessingError, RequestPayloadError) as error:
+            said = str(error).partition("\n")[0]
+            raise BadRequest(f"the body is no multipart/form-data: {said:.200}") from error
         finally:
             await asyncio.to_thread(draft.unlink, missing_ok=True)
         return json_answer(kept)
@@ -172,7 +177,8 @@ class BatchRoutes:
     async def _create(self, http: web.Request) -> web.Response:
         asked, caller = read_json(_decode_new, await self._bodies.read(http)), caller_of(http)
         job = own_job(caller, job_of(http.headers, asked.job))
-        self._known_job(job)
+        # Another job may be registered while it runs.
+        job = self._known_job(job) or job
         if asked.endpoint not in self._endpoints:
             known = ", ".join(sorted(self._endpoints))
             raise BadRequest(f"endpoint is {asked.endpoint[:80]!r}; one of {known}", "endpoint")

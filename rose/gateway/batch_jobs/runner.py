@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +42,8 @@ from rose.gateway.batch_jobs.lines import BatchLine, faults_of, requests_of
 
 # Requests of all batches that are sent at a time.
 MOST_AT_ONCE: Final = 1_024
+# Batches that are run at a time; the others wait.
+MOST_BATCHES: Final = 64
 # Share of the replicas' places that batches get even when trainers would take all.
 FLOOR_SHARE: Final = 0.05
 # Added to the priority of requests beyond the floor: trainers' go first.
@@ -70,9 +72,9 @@ class BatchCall:
     body: bytes
     floor: bool
 
-    def placed(self, priority: int) -> int:
-        """Return the priority of a request that asks for this one."""
-        return max(0, priority) + (0 if self.floor else BEHIND)
+    def placed(self, priority: int, *, first: bool = True) -> int:
+        """Return the priority of a turn that asks for this one; the floor is its first turn's."""
+        return max(0, priority) + (0 if self.floor and first else BEHIND)
 
 
 Answerer = Callable[[BatchCall], Awaitable[tuple[int, bytes]]]
@@ -81,8 +83,9 @@ Answerer = Callable[[BatchCall], Awaitable[tuple[int, bytes]]]
 
 @dataclass(slots=True)
 class Place:
-    """Leave to send one request. floor: True if it stands among trainers' turns."""
+    """Leave to send one request of a job. floor: True if it stands among trainers' turns."""
 
+    job: str
     floor: bool
     held: bool = True
 
@@ -94,14 +97,14 @@ class BatchRunner:
         self,
         folder: BatchFolder,
         answer: Answerer,
-        places: Callable[[], int],
-        room: Callable[[], bool],
+        places: Callable[[str], int],
+        room: Callable[[str], bool],
         most_line_bytes: int,
         outcomes: Counter[str],
         say: Say,
     ) -> None:
-        """places: returns the number of turns that all replicas take. room: returns True if one
-        more would begin at once. most_line_bytes: longest request. outcomes: counts the
+        """places: returns the number of turns that a job's replicas take. room: returns True if one
+        more of the job would begin at once. most_line_bytes: longest request. outcomes: counts the
         requests by what came of them. say: logs an event.
         """
         self._folder = folder
@@ -113,8 +116,10 @@ class BatchRunner:
         self._say = say
         self._news = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._next = asyncio.Lock()
-        self._sent = self._at_floor = 0
+        self._next: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._sent = 0
+        self._at_floor: Counter[str] = Counter()
+        self._batches = asyncio.Semaphore(MOST_BATCHES)
 
     def wake(self) -> None:
         """Look for new batches now."""
@@ -144,32 +149,35 @@ class BatchRunner:
 
     async def _run(self, batch_id: str) -> None:
         try:
-            with self._folder.held(batch_id) as mine:
-                record = await asyncio.to_thread(self._folder.record, batch_id)
-                # Another gateway may have ended it since the scan.
-                if mine and not record.over:
-                    await _BatchRun(self, self._folder, record).run()
+            async with self._batches:
+                with contextlib.ExitStack() as lock:
+                    held = self._folder.held(batch_id)
+                    if await asyncio.to_thread(lock.enter_context, held):
+                        record = await asyncio.to_thread(self._folder.record, batch_id)
+                        # Another gateway may have ended it since the scan.
+                        if not record.over:
+                            await _BatchRun(self, self._folder, record).run()
         except Exception as error:  # noqa: BLE001 -- full disks, lost files, faults of this program
             # Answers are on disk, and the batch goes on from there.
             self._say("batch_stopped", batch=batch_id, reason=repr(error)[:500])
             await asyncio.sleep(SCAN_S)
 
-    async def place(self) -> Place:
-        """Wait until one more request may be sent; give the place back with `leave`."""
-        async with self._next:
+    async def place(self, job: str) -> Place:
+        """Wait until one more request of a job may be sent; give the place back with `leave`."""
+        async with self._next[job]:
             await asyncio.sleep(TAKEN_S)
             while True:
-                floor = self._at_floor < max(1, round(FLOOR_SHARE * self._places()))
-                if floor or (self._sent < MOST_AT_ONCE and self._room()):
+                floor = self._at_floor[job] < max(1, round(FLOOR_SHARE * self._places(job)))
+                if floor or (self._sent < MOST_AT_ONCE and self._room(job)):
                     self._sent += 1
-                    self._at_floor += floor
-                    return Place(floor)
+                    self._at_floor[job] += floor
+                    return Place(job, floor)
                 await asyncio.sleep(LOOK_S)
 
     def leave(self, place: Place) -> None:
         """Take a place back, once."""
         self._sent -= place.held
-        self._at_floor -= place.held and place.floor
+        self._at_floor[place.job] -= place.held and place.floor
         place.held = False
 
     async def answered(
@@ -192,7 +200,7 @@ class BatchRunner:
             self._outcomes["sent_again"] += 1
             await asyncio.sleep(pause_s)
             pause_s = min(MOST_PAUSE_S, 2 * pause_s)
-            place = await self.place()
+            place = await self.place(record.job)
 
 
 class _BatchRun:
@@ -205,6 +213,8 @@ class _BatchRun:
         self._batch = record.shown
         self._lines: dict[str, list[bytes]] = {ANSWERS: [], FAULTS: []}
         self._stopped = ""
+        # Its requests that were sent once and are not answered: some wait to be sent again.
+        self._begun = asyncio.Semaphore(MOST_AT_ONCE)
 
     async def run(self) -> None:
         """Run the batch from where it is to its end. Raises OSError, and then it goes on later."""
@@ -270,6 +280,7 @@ class _BatchRun:
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
+        await self._flush()  # What was answered while it stopped.
         return self._stopped or "completed"
 
     async def _send(self, done: set[str]) -> None:
@@ -279,13 +290,15 @@ class _BatchRun:
             async with asyncio.TaskGroup() as group:
                 while some := await asyncio.to_thread(list, islice(asked, READ_LINES)):
                     for each in some:
-                        place = await self._runner.place()
+                        await self._begun.acquire()
+                        place = await self._runner.place(self._record.job)
                         task = group.create_task(self._answer(each, place))
                         # A task that is cancelled before its first step takes nothing back.
                         task.add_done_callback(partial(self._left, place))
 
     def _left(self, place: Place, _: "asyncio.Task[None]") -> None:
         self._runner.leave(place)
+        self._begun.release()
 
     async def _answer(self, asked: BatchLine, place: Place) -> None:
         status, body = await self._runner.answered(self._record, asked, place)
@@ -297,20 +310,24 @@ class _BatchRun:
         """Flush answers to disk and show the batch's counts until all are sent, or it has to stop.
         Raises OSError.
         """
-        counts, shown_s = self._batch.request_counts, 0.0
+        shown_s = 0.0
         while not self._stopped:
             last = sending.done()
-            lines, self._lines = self._lines, {ANSWERS: [], FAULTS: []}
-            for kind, some in lines.items():
-                await asyncio.to_thread(self._folder.append, self._batch.id, kind, some)
-            counts.completed += len(lines[ANSWERS])
-            counts.failed += len(lines[FAULTS])
+            await self._flush()
             if last:
                 return
             if time.monotonic() - shown_s > SHOWN_S:
                 shown_s = time.monotonic()
                 self._stopped = await asyncio.to_thread(self._look)
             await asyncio.sleep(FLUSH_S)
+
+    async def _flush(self) -> None:
+        lines, self._lines = self._lines, {ANSWERS: [], FAULTS: []}
+        for kind, some in lines.items():
+            if some:
+                await asyncio.to_thread(self._folder.append, self._batch.id, kind, some)
+        self._batch.request_counts.completed += len(lines[ANSWERS])
+        self._batch.request_counts.failed += len(lines[FAULTS])
 
     def _look(self) -> str:
         """Save the batch's counts; return `cancelled` or `expired` if it is to stop."""

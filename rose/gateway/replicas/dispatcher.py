@@ -153,11 +153,17 @@ class Dispatcher:
         """Number of replicas that get turns: leased and healthy ones."""
         return sum(entry.leased and entry.healthy for entry in self._entries.values())
 
-    @property
-    def places(self) -> int:
-        """Number of turns that all leased and healthy replicas take at a time."""
-        rows = self._entries.values()
-        return sum(row.max_sequences for row in rows if row.leased and row.healthy)
+    def places(self, job: str) -> int:
+        """Return the number of turns that a job's healthy replicas take at a time."""
+        mine, rows = self.jobs.of(job), self._entries.values()
+        leased = (row for row in rows if row.leased and row.healthy)
+        return sum(row.max_sequences for row in leased if self.jobs.of(row.job) is mine)
+
+    def idle(self, job: str) -> bool:
+        """Return True if one more turn of a job would begin at once, and none of it waits."""
+        mine = self.jobs.of(job)
+        waits = any(self.jobs.of(each.need.job) is mine for each in self._waiting)
+        return mine.has_room() and not waits
 
     def owed(self) -> Iterator[tuple[str, int]]:
         """Yield (job, expected remaining tokens) of each running or waiting turn."""

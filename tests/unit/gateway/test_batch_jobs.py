@@ -1,7 +1,10 @@
 """Batch jobs: each request of a file is answered once, below trainers' turns, whatever dies."""
 
 import asyncio
+import io
 import json
+import os
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +19,9 @@ from rose.gateway.apis import VllmFrontend
 from rose.gateway.apis.frontend import ApiRequest
 from rose.gateway.batch_jobs import routes as routes_module
 from rose.gateway.batch_jobs import runner as runner_module
-from rose.gateway.batch_jobs.folder import ANSWERS, BatchFolder, NotHere
+from rose.gateway.batch_jobs.folder import ANSWERS, Batch, BatchFolder, BatchRecord, NotHere
+from rose.gateway.batch_jobs.lines import faults_of
+from rose.gateway.batch_jobs.runner import BatchCall, BatchRunner
 from tests.fakes.replica import StandInReplica
 from tests.harness.waiting import until_async
 from tests.unit.gateway.gateway_cases import begin, calling, entry
@@ -259,6 +264,64 @@ async def test_trainers_go_first_and_batches_do_not_starve(tmp_path: Path) -> No
     assert sum(turns) > 2 * 12
 
 
+async def test_what_was_answered_when_a_batch_is_cancelled_is_in_its_file(tmp_path: Path) -> None:
+    async with batching(tmp_path, max_sequences=64) as (_, gateway, session):
+        _, batch = await made(session, lines(600))
+        answered = gateway.stats.batch_requests
+        await until_async(lambda: answered["answered"] > 50, 30, "some are answered")
+        async with session.post(f"/v1/batches/{batch['id']}/cancel") as answer:
+            assert answer.status == 200
+        over = await ended(session, batch)
+        assert over["request_counts"]["completed"] == answered["answered"] < 600
+        assert len(await content(session, over["output_file_id"])) == answered["answered"]
+
+
+def test_answers_that_are_published_are_still_answered(tmp_path: Path) -> None:
+    """A gateway that dies between the batch's files and its last record ends it again."""
+    folder = BatchFolder(tmp_path, 1 << 20)
+    batch = Batch(
+        id="batch_0", endpoint=VLLM, input_file_id="", completion_window="", created_at=0,
+        expires_at=0,
+    )  # fmt: skip
+    record = BatchRecord(batch, None, "ann")
+    folder.append(batch.id, ANSWERS, [b'{"custom_id":"ask-1"}\n'])
+    file_id = folder.publish(record, ANSWERS, "output.jsonl")
+    assert folder.answered(batch.id, ANSWERS) == {"ask-1"}
+    assert folder.publish(record, ANSWERS, "output.jsonl") == file_id
+
+
+async def test_a_job_without_replicas_keeps_no_other_jobs_requests(tmp_path: Path) -> None:
+    async def answer(call: BatchCall) -> tuple[int, bytes]:
+        raise NotImplementedError(call)
+
+    def room(job: str) -> bool:
+        return job == "lent"
+
+    runner = BatchRunner(
+        BatchFolder(tmp_path, 1), answer, lambda _: 10, room, 1, Counter(), lambda *_, **__: None
+    )
+    assert (await runner.place("alone")).floor
+    waits = asyncio.create_task(runner.place("alone"))
+    places = [await asyncio.wait_for(runner.place("lent"), 10) for _ in range(5)]
+    assert [each.floor for each in places] == [True, False, False, False, False]
+    assert not waits.done()
+    waits.cancel()
+
+
+async def test_a_request_of_several_samples_has_one_place_among_trainers(tmp_path: Path) -> None:
+    record = BatchRecord(
+        Batch(
+            id="b", endpoint=VLLM, input_file_id="", completion_window="", created_at=0,
+            expires_at=0,
+        ),
+        None,
+        "ann",
+    )  # fmt: skip
+    call = BatchCall(record, VLLM, b"", floor=True)
+    first, other = call.placed(3), call.placed(3, first=False)
+    assert (first, other) == (3, 3 + runner_module.BEHIND)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -289,7 +352,24 @@ async def test_bad_uploads_leave_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         assert (await uploaded(session, b"{}", Origin="http://127.0.0.1"))[0] == 415
         async with session.post("/v1/files", data=b"{}", headers=KEY) as answer:
             assert answer.status == 400
+        # aiohttp raises errors of its own for a header of a part that is too long, or none.
+        for head in (b"x: " + b"y" * 9_000, b"no header"):
+            body = b"--b\r\n" + head + b"\r\n\r\n{}\r\n--b--\r\n"
+            kind = KEY | {"Content-Type": "multipart/form-data; boundary=b"}
+            async with session.post("/v1/files", data=body, headers=kind) as answer:
+                assert answer.status == 400
         assert (await get(session, "/v1/files"))["data"] == []
+        named = b'Content-Disposition: form-data; name="file"; filename="a\xff.jsonl"'
+        parts = (
+            b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch',
+            named + b"\r\n\r\n{}",
+        )
+        body = b"".join(b"--b\r\n" + part + b"\r\n" for part in parts) + b"--b--\r\n"
+        async with session.post("/v1/files", data=body, headers=kind) as answer:
+            odd = await answer.json()
+            assert answer.status == 200
+        async with session.delete(f"/v1/files/{odd['id']}") as answer:
+            assert answer.status == 200
         status, file = await uploaded(session, b"{}")
         assert status == 200
         async with session.delete(f"/v1/files/{file['id']}") as answer:
@@ -297,6 +377,24 @@ async def test_bad_uploads_leave_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         async with session.get(f"/v1/files/{file['id']}") as answer:
             assert answer.status == 404
     assert not list((tmp_path / "files").iterdir())
+
+
+def test_a_long_line_is_one_fault_and_is_not_read_whole() -> None:
+    sound = json.dumps(lines(1)[0]).encode()
+    file = io.BytesIO(b"x" * 100_000 + b"\n" + sound)
+    count, faults = faults_of(file, VLLM, 1_000)
+    assert [(each.code, each.line) for each in faults] == [("line_too_long", 1)]
+    assert count == 1
+
+
+def test_bytes_that_no_description_names_go(tmp_path: Path) -> None:
+    BatchFolder(tmp_path, 1)
+    old, new = tmp_path / "files" / "file-0.jsonl", tmp_path / "files" / "file-1.jsonl"
+    for path in (old, new):
+        path.write_bytes(b"{}")
+    os.utime(old, (0, 0))
+    BatchFolder(tmp_path, 1)
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [new.name]
 
 
 async def test_a_file_of_another_caller_is_not_here(tmp_path: Path) -> None:
