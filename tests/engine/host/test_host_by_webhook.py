@@ -31,7 +31,7 @@ from tests.harness.weight_peers import KEY
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 START_S, WITHIN_S = 480.0, 30.0
-# As the kubelet knows them.
+# Fields of the pod, by their paths.
 FIELDS = {"metadata.namespace": "serving", "metadata.name": "chat-0"}
 NAME = "serving.chat-0"
 # One core, and few bytes, as all engines of tests.
