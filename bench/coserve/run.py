@@ -66,6 +66,7 @@ from weight_transfer import SigningKey
 ENGINES = 3
 FLUSH_S = 0.5
 WARM_UP_S = 3.0
+MOST_WARM_UPS = 10
 MODELS_TIMEOUT_S = 300.0
 MODEL_ROOT, LOGS = "models", "logs"
 WRITTEN = (MODEL_ROOT, LOGS, METADATA, RUN, RESULT, "*.jsonl", "steps-*.bin", "*.png")
@@ -159,7 +160,9 @@ class _CoserveRun:
 
     async def _measure(self, player: Player, drills: CoserveDrills) -> None:
         settings = self._settings
-        await player.play(PlanBlock(WARM_UP, WARM_UP_S, 0, 0))
+        for _ in range(MOST_WARM_UPS):  # An engine's first tokens may come late.
+            if (await player.play(PlanBlock(WARM_UP, WARM_UP_S, 0, 0))).guest_tokens:
+                break
         self._say("host alone: capacity and rates")
         shape = self._load_config(drills.engines).shape()
         capacity = await measure_capacity(player, shape, HOST_SEQUENCES, settings.calibration_s)
