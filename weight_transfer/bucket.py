@@ -103,10 +103,11 @@ class Bucket:
         import obstore
 
         # A folder refuses all for one that is not there.
-        for some in [paths] if not self.url.startswith("file:") else [[path] for path in paths]:
+        at_once = 1 if self.url.startswith("file:") else max(1, len(paths))
+        for at in range(0, len(paths), at_once):
             with self._failures("delete objects"), suppress(FileNotFoundError):
                 async with asyncio.timeout(SILENCE_S):
-                    await obstore.delete_async(self._store, some)
+                    await obstore.delete_async(self._store, paths[at : at + at_once])
 
     async def objects(self, folder: str) -> dict[str, float]:
         """Return when the store wrote each object below `folder`, in Unix seconds of the store's

@@ -55,7 +55,7 @@ def test_a_short_run_measures_every_arm_and_every_figure_can_be_recomputed(
     rows = {arm_of(row): row for row in result["rows"]}
     assert rows.keys() == set(ARMS)
     for arm, row in rows.items():
-        assert row["host"]["requests"] >= 5
+        assert row["host"]["requests"] > 10
         assert row["host"]["failed"] == row["token_mismatches"] == row["host_preemptions"] == 0
         assert 0.2 < row["busy"] < 0.95
         if arm.guest != "none":

@@ -276,17 +276,20 @@ async def test_what_was_answered_when_a_batch_is_cancelled_is_in_its_file(tmp_pa
         assert len(await content(session, over["output_file_id"])) == answered["answered"]
 
 
-def test_answers_that_are_published_are_still_answered(tmp_path: Path) -> None:
-    """A gateway that dies between the batch's files and its last record ends it again."""
-    folder = BatchFolder(tmp_path, 1 << 20)
+def a_record() -> BatchRecord:
     batch = Batch(
         id="batch_0", endpoint=VLLM, input_file_id="", completion_window="", created_at=0,
         expires_at=0,
     )  # fmt: skip
-    record = BatchRecord(batch, None, "ann")
-    folder.append(batch.id, ANSWERS, [b'{"custom_id":"ask-1"}\n'])
+    return BatchRecord(batch, None, "ann")
+
+
+def test_answers_that_are_published_are_still_answered(tmp_path: Path) -> None:
+    """A gateway that dies between the batch's files and its last record ends it again."""
+    folder, record = BatchFolder(tmp_path, 1 << 20), a_record()
+    folder.append(record.shown.id, ANSWERS, [b'{"custom_id":"ask-1"}\n'])
     file_id = folder.publish(record, ANSWERS, "output.jsonl")
-    assert folder.answered(batch.id, ANSWERS) == {"ask-1"}
+    assert folder.answered(record.shown.id, ANSWERS) == {"ask-1"}
     assert folder.publish(record, ANSWERS, "output.jsonl") == file_id
 
 
@@ -308,16 +311,8 @@ async def test_a_job_without_replicas_keeps_no_other_jobs_requests(tmp_path: Pat
     waits.cancel()
 
 
-async def test_a_request_of_several_samples_has_one_place_among_trainers(tmp_path: Path) -> None:
-    record = BatchRecord(
-        Batch(
-            id="b", endpoint=VLLM, input_file_id="", completion_window="", created_at=0,
-            expires_at=0,
-        ),
-        None,
-        "ann",
-    )  # fmt: skip
-    call = BatchCall(record, VLLM, b"", floor=True)
+def test_a_request_of_several_samples_has_one_place_among_trainers() -> None:
+    call = BatchCall(a_record(), VLLM, b"", floor=True)
     first, other = call.placed(3), call.placed(3, first=False)
     assert (first, other) == (3, 3 + runner_module.BEHIND)
 
