@@ -1,5 +1,6 @@
-"""`scripts/api-server stop` ends every server of a folder, and nothing else."""
+"""`scripts/api-server`: `stop` ends every server of a folder and nothing else; an old build is none."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +36,17 @@ def test_servers_are_ended_whatever_their_pid_files_say(tmp_path: Path) -> None:
     assert (shell.poll(), stranger.poll()) == (None, None), "they are no servers of this folder"
     for process in (shell, stranger):
         process.communicate(b"")
+
+
+def test_what_was_built_by_other_steps_is_built_again(tmp_path: Path) -> None:
+    complete = tmp_path / "bin/.complete"
+    complete.parent.mkdir()
+    complete.touch()
+    kept = {**os.environ, "ROSE_KUBE_DIR": str(tmp_path)}
+    kept.pop("KUBEBUILDER_ASSETS", None)
+    api_server = ROOT / "scripts/api-server"
+    assert subprocess.run([api_server, "built"], env=kept, check=False).returncode == 1
+    start = [api_server, "start", tmp_path / "run"]
+    refused = subprocess.run(start, env=kept, check=False, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == "api-server: it is not built; scripts/api-server build\n"
