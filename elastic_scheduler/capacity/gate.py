@@ -19,8 +19,8 @@ Dedicated replicas belong to the jobs and are leased in any case.
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from types import MappingProxyType
@@ -196,6 +196,8 @@ class CapacityGate:
         self._held: dict[str, Limit] = {}
         self._dark: dict[str, list[str]] = {}
         self._counting: tuple[CapacityPolicy, ...] = ()
+        # Bounds on guests, by job; of all jobs together by None.
+        self._most_guests: dict[str | None, list[tuple[CapacityPolicy, int]]] = {}
         self._counted: dict[str, dict[str, tuple[int, int]]] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._effective: dict[str, EffectivePolicy] = {}
@@ -391,8 +393,9 @@ class CapacityGate:
     def plan(self, offers: Iterable[Offer], leases: Iterable[Lease]) -> HarvestPlan:
         """Return offers that may be leased, leases to renew, and leases to release.
 
-        An unhealthy replica gets no new lease but keeps the one it has: it gets no turns either
-        way, and it may be catching up.
+        leases: oldest first, since the newest guests are the ones beyond a policy's number. An
+        unhealthy replica gets no new lease but keeps the one it has: it gets no turns either way,
+        and it may be catching up.
         """
         offered = {offer.replica: offer for offer in offers}
         held = {lease.replica: lease for lease in leases}
@@ -403,14 +406,18 @@ class CapacityGate:
                 offer = offered[lease.replica]
                 keeps = self._allows(offer, HarvestMode.ACTIVE, HarvestMode.HOLD)
                 (renew if keeps else release).append(lease)
+        guests = [each for each in renew if offered[each.replica].kind is ReplicaKind.GUEST]
+        beyond = self._beyond([(each.job, offered[each.replica].node) for each in guests])
+        ending = {guests[at].replica for at in beyond}
         return HarvestPlan(
             lease=tuple(
                 offer
                 for offer in offered.values()
                 if offer.replica not in held and self.may_lease(offer)
             ),
-            renew=tuple(renew),
+            renew=tuple(each for each in renew if each.replica not in ending),
             release=tuple(release),
+            beyond=tuple(guests[at] for at in beyond),
         )
 
     def may_lease(self, offer: Offer) -> bool:
@@ -431,25 +438,35 @@ class CapacityGate:
 
         held: (job, node) of each leased guest. Dedicated replicas are always allowed.
         """
-        if offer.kind is ReplicaKind.DEDICATED:
-            return True
-        here = [policy for policy in self._counting if self._matches(policy, offer.node)]
-        quotas = [
-            (policy, tenant.max_guests, job)
-            for policy in here
-            for tenant in policy.tenants
-            if tenant.job == job and tenant.max_guests is not None
-        ] + [
-            (policy, policy.max_harvest.guests, None)
-            for policy in here
-            if policy.max_harvest.guests is not None
-        ]
-        leased = list(held) if quotas else []
-        return all(
-            sum(whose in (None, owner) and self._matches(policy, node) for owner, node in leased)
-            < most
-            for policy, most, whose in quotas
-        )
+        wanted = (job, offer.node)
+        return offer.kind is ReplicaKind.DEDICATED or not self._beyond([wanted], held)
+
+    def _beyond(
+        self, guests: Sequence[tuple[str, str]], held: Iterable[tuple[str, str]] = ()
+    ) -> list[int]:
+        """Return the places of guests, (job, node) each, that the policies' numbers do not allow
+        beside `held` and those before them.
+        """
+        if not self._most_guests:
+            return []
+
+        def bounds(job: str, node: str) -> dict[tuple[str, str | None], int]:
+            return {
+                (policy.name, whose): most
+                for whose in (None, job)
+                for policy, most in self._most_guests.get(whose, ())
+                if self._matches(policy, node)
+            }
+
+        counts = Counter(key for guest in held for key in bounds(*guest))
+        beyond: list[int] = []
+        for at, guest in enumerate(guests):
+            most = bounds(*guest)
+            if any(counts[key] >= most[key] for key in most):
+                beyond.append(at)
+            else:
+                counts.update(list(most))
+        return beyond
 
     def _allows(self, offer: Offer, *modes: HarvestMode) -> bool:
         dedicated = offer.kind is ReplicaKind.DEDICATED
@@ -510,6 +527,7 @@ class CapacityGate:
         counting = tuple(each for each in self.policies if wall_s is None or each.counts_at(wall_s))
         if counting != self._counting:
             self._counting = counting
+            self._most_guests = _most_guests(counting)
             self._effective.clear()
         self._dark = {policy.name: list(_dark(policy, wall_s)) for policy in counting}
 
@@ -668,6 +686,18 @@ class CapacityGate:
             return False
         # An advising node is counted with the acting ones if all only advise.
         return policy.mode is PolicyMode.ADVISORY or self._only_advises(node, policy) is None
+
+
+def _most_guests(
+    policies: Iterable[CapacityPolicy],
+) -> dict[str | None, list[tuple[CapacityPolicy, int]]]:
+    bounds = defaultdict[str | None, list[tuple[CapacityPolicy, int]]](list)
+    for policy in policies:
+        of_tenants = [(each.job, each.max_guests) for each in policy.tenants]
+        for job, most in [(None, policy.max_harvest.guests), *of_tenants]:
+            if most is not None:
+                bounds[job].append((policy, most))
+    return dict(bounds)
 
 
 def _dark(policy: CapacityPolicy, wall_s: float | None) -> Iterator[str]:

@@ -360,8 +360,8 @@ def stricter(one: HarvestMode, other: HarvestMode) -> HarvestMode:
 
 @dataclass(frozen=True, slots=True)
 class HarvestPlan:
-    """Changes of leases that the modes allow now: offers that may be leased, leases to renew and to
-    release.
+    """Changes of leases that modes and policies allow now: offers that may be leased, and leases to
+    renew, to release, and to release since they are more guests than a policy allows.
 
     A lease in none of these is being released already, or has no live offer and expires.
     """
@@ -369,6 +369,7 @@ class HarvestPlan:
     lease: tuple[Offer, ...]
     renew: tuple[Lease, ...]
     release: tuple[Lease, ...]
+    beyond: tuple[Lease, ...]
 
 
 class HarvestModes:

@@ -166,10 +166,8 @@ class CapacityBook:
         selected = [
             each.name for each in facts if policy.node_selector.matches(each.name, each.labels)
         ]
-        now, then = (
-            {lease.replica for lease in gate.plan(offers, leases).release}
-            for gate in (self.gate, self.gate.trial(policy, facts))
-        )
+        plans = (g.plan(offers, leases) for g in (self.gate, self.gate.trial(policy, facts)))
+        now, then = ({lease.replica for lease in (*p.release, *p.beyond)} for p in plans)
         return sorted(selected), sorted(then - now)
 
     def _stop_writes(self, event: HarvestSet) -> tuple[Write, ...]:

@@ -250,6 +250,7 @@ class Leasing:
         actions: list[Action] = []
         plan = self._allowed.plan(self._offers.values(), self._book.leases())
         over = [(lease, "harvest") for lease in plan.release] + self._undue(plan.renew)
+        over += [(lease, "more guests than a policy allows") for lease in plan.beyond]
         ended = {lease.replica for lease, _ in over}
         plan = replace(plan, renew=tuple(e for e in plan.renew if e.replica not in ended))
         for lease, why in over:

@@ -1,4 +1,4 @@
-"""`scripts/api-server`: `stop` ends every server of a folder and nothing else; an old build is none."""
+"""`scripts/api-server`: what `stop` ends, and which builds count."""
 
 import os
 import subprocess

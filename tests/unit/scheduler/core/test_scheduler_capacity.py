@@ -276,6 +276,22 @@ def test_a_quota_bounds_the_guests_of_a_job() -> None:
     assert [each.replica for each in bench.core._leasing.leases()] == ["g0"]
 
 
+@pytest.mark.parametrize(
+    "fewer", [{"tenants": [{"job": "grpo", "maxGuests": 1}]}, {"maxHarvest": {"guests": 1}}]
+)
+def test_fewer_guests_in_a_policy_end_the_newest_leases(fewer: dict[str, object]) -> None:
+    bench = lending()
+    bench.offered(offer("g1"))
+    bench.now_s += 1.0
+    bench.offered(offer("g0"), offer("g1"))
+    assert len(bench.core._leasing.leases()) == 2
+    event = PolicyApplied(policy_of({**ACTIVE, **fewer}))
+    assert bench.core.outlook(event, bench.now_s).ends == ["g0"]
+    apply(bench, **fewer)
+    [released] = [each.release for each in bench.commands() if each.HasField("release")]
+    assert (released.replica, released.reason) == ("g0", "more guests than a policy allows")
+
+
 def test_a_policys_cooldown_is_kept_after_a_revocation() -> None:
     bench = lending(cooldown="30s")
     bench.offered()
