@@ -151,7 +151,7 @@ class BatchFolder:
     def __init__(self, root: Path, most_bytes: int) -> None:
         """Create the folders, and remove uploads that were broken off long ago. Raises ConfigError.
 
-        most_bytes: bytes of all files together above which no more is taken.
+        most_bytes: bytes of all files and answers together above which no file is taken.
         """
         self._files, self._batches = root / "files", root / "batches"
         self._most_bytes = most_bytes
@@ -173,12 +173,11 @@ class BatchFolder:
     # ---- files ----
 
     def room(self) -> int:
-        """Return the number of bytes that more files may have."""
+        """Return the number of bytes that more files may have; answers of running batches count."""
         size = 0
-        with os.scandir(self._files) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # It was deleted meanwhile.
-                    size += entry.stat().st_size
+        for path in (*self._files.iterdir(), *self._batches.iterdir()):
+            with suppress(FileNotFoundError):  # It was deleted meanwhile.
+                size += path.stat().st_size
         return max(0, self._most_bytes - size)
 
     def draft(self) -> Path:

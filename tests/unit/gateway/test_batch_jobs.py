@@ -287,7 +287,9 @@ def a_record() -> BatchRecord:
 def test_answers_that_are_published_are_still_answered(tmp_path: Path) -> None:
     """A gateway that dies between the batch's files and its last record ends it again."""
     folder, record = BatchFolder(tmp_path, 1 << 20), a_record()
-    folder.append(record.shown.id, ANSWERS, [b'{"custom_id":"ask-1"}\n'])
+    line = b'{"custom_id":"ask-1"}\n'
+    folder.append(record.shown.id, ANSWERS, [line])
+    assert folder.room() == (1 << 20) - len(line), "it counts while the batch runs too"
     file_id = folder.publish(record, ANSWERS, "output.jsonl")
     assert folder.answered(record.shown.id, ANSWERS) == {"ask-1"}
     assert folder.publish(record, ANSWERS, "output.jsonl") == file_id
