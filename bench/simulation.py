@@ -528,6 +528,7 @@ def _parser() -> argparse.ArgumentParser:
     predictor = commands.add_parser("predictor", help="what predictions of lengths are worth")
     predictor.add_argument("sessions", type=Path, nargs="?", help="recorded ones, not FrozenLake's")
     predictor.add_argument("--seeds", type=int, default=4, metavar="N")
+    predictor.add_argument("--scale", type=float, default=0.25, metavar="X")
     predictor.set_defaults(run=_predictor)
     return parser
 
@@ -679,7 +680,7 @@ LENGTH_ARMS = {"PREDICTED": LengthPredictor, "ONE LENGTH": OneLength, "FEEDBACK"
 
 
 def _predictor(args: argparse.Namespace) -> int:
-    scenario = setup_scenario("frozen_lake-8b", steps=2, scale=0.25)
+    scenario = setup_scenario("frozen_lake-8b", steps=2, scale=args.scale)
     if args.sessions is not None:
         scenario = replace(scenario, rollouts=SessionFile.read(args.sessions), until_s=36_000.0)
     found: dict[str, list[float]] = {}

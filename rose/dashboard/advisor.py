@@ -24,6 +24,7 @@ DAYS: Final = 7.0
 EVERY_S: Final = 600.0
 EVERY_OF_PROMETHEUS_S: Final = 3_600.0
 LIMIT_S: Final = 300.0
+NICE = 19
 # Step times of a model whose size nobody says.
 UNSIZED: Final = "8b"
 BY_HOSTS: Final = (
@@ -71,7 +72,7 @@ class Advisor:
 
     async def _advise(self, said: bytes, wall_s: float) -> None:
         pipe = asyncio.subprocess.PIPE
-        words = sys.executable, "-c", f"import {__name__} as advisor; advisor.main()"
+        words = sys.executable, "-c", f"import {__name__} as advisor; advisor.main({NICE})"
         process = None
         try:
             process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
@@ -115,7 +116,7 @@ def advised(said: dict[str, Any], now_s: float) -> dict[str, Any]:
     return {"lines": [*lines, *made.lines], "tables": tables, "good_s": good_s}
 
 
-def main() -> None:
+def main(nice: int) -> None:
     """Read what an `Advisor` says from standard input, and write the advice as JSON."""
-    os.nice(19)
+    os.nice(nice)
     sys.stdout.write(json.dumps(advised(json.load(sys.stdin), time.time())))

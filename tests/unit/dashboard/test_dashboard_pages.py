@@ -19,7 +19,7 @@ from rose.advise import DeploymentUsage, PrometheusHistory, UsageStep
 from rose.advise.advice import Assumed, advice_of
 from rose.advise.page import view
 from rose.cli.main import COMMANDS
-from rose.dashboard import Watch
+from rose.dashboard import Watch, advisor
 from rose.dashboard.advisor import EVERY_OF_PROMETHEUS_S, EVERY_S, advised
 from rose.dashboard.model import STATES
 from rose.dashboard.page import (
@@ -229,7 +229,11 @@ async def test_history_of_days_is_that_of_the_named_prometheus(
     assert await watch.series({"node": "nobody", "range": "6h"}) is None
 
 
-async def test_in_advisory_the_first_page_has_the_figures_of_rose_advise(watched: Watched) -> None:
+async def test_in_advisory_the_first_page_has_the_figures_of_rose_advise(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Beside tests that take all cores, a process of low priority would not come to an end.
+    monkeypatch.setattr(advisor, "NICE", 0)
     fleet = DashboardFleet(2, advisory=True)
     watch = await watched(fleet, 60)
     assert "figures come then" in await page_of(watch)
