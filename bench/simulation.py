@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import msgspec
 
+from bench.common.report import reported
 from bench.common.stats import read_json
 from bench.coserve.plan import (
     ALL_ARMS,
@@ -489,8 +490,9 @@ def _engine(name: str, sizes: EngineSizes, slower: float = 1.0) -> EngineFigures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; 2, with a line, for a file or a scale that cannot be."""
     args = _parser().parse_args(argv)
-    return int(args.run(args))
+    return reported("bench.simulation", lambda: int(args.run(args)))
 
 
 def _parser() -> argparse.ArgumentParser:
