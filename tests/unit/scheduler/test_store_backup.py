@@ -121,6 +121,7 @@ def test_no_epoch_is_granted_twice_whatever_is_restored(script: list[tuple[str, 
                 epoch = table.proposed(replica, seen[number])
             except StaleEpoch:
                 # Restored again and again within seconds, then lost whole: its node starts anew.
+                assert any(before == "anew" for before, _ in script[:step_number])
                 seen[number] = 0
                 epoch = table.proposed(replica)
             write = save_epoch(replica, epoch, JOB)
